@@ -1,1 +1,1 @@
-"""Programs that measure: `mst bench WHAT`, or `python -m mst_scale.benchmarks.WHAT`."""
+"""Benchmark programs: `mst bench WHAT`, or `python -m mst_scale.benchmarks.WHAT`."""

@@ -1,8 +1,8 @@
-"""Compiles our Triton kernels for GPUs that need not be there, and reads what the compiler says of them.
+"""Compiles our Triton kernels for GPUs that need not be present, and reads the compiler's statistics.
 
-A kernel is compiled as a launch would specialise it: pointers and the sizes of a real model as multiples of 16, strides
-of 1 as constants. Registers and stack are read from the machine code with Triton's own cuobjdump; a stack is what ptxas
-spills into. From registers, shared memory and warps follows how many programs one multiprocessor holds at a time.
+A kernel is compiled with the specialization of a launch: pointers and the sizes of a real model as multiples of 16,
+strides of 1 as constants. Registers and stack are read from the machine code with Triton's cuobjdump; ptxas spills to
+the stack. Registers, shared memory and warps determine how many programs a multiprocessor runs concurrently.
 """
 
 from __future__ import annotations

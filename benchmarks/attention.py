@@ -1,14 +1,14 @@
-"""Compares Hybrid Sparse Attention with dense flash attention: speed, memory, and the pairs that are left.
+"""Compares Hybrid Sparse Attention with dense flash attention: speed, memory, and the number of pairs.
 
     mst bench attention [--device cpu|cuda|all] [--json | --markdown] [--quick]
 
-Forward + backward of `attention(q, k, v, Pattern("strided", 256))` against causal flash SDPA on the same tensors, and
-forward against compiled FlexAttention under the same mask (it has no backward on CPU). 12 heads of 64; batch 1 on CPU.
-The runs alternate in one process and the medians are compared, so that a change of clock or a neighbour's load meets
-both. `ceiling` is the dense causal pairs over ours: the speed-up of a kernel whose pairs cost what flash attention's
-do. Rows that cannot be measured say why.
+Forward + backward of `attention(q, k, v, Pattern("strided", 256))` is compared with causal flash SDPA on the same
+tensors, and forward with compiled FlexAttention with the same mask (which has no backward on CPU). There are 12 heads
+of 64, and on CPU the batch is 1. The runs alternate in one process and medians are compared, so that a change of the
+clock or other load affects both. `ceiling` is the number of dense causal pairs divided by ours: the speedup if a pair
+takes as long as in flash attention. Rows that cannot be measured have a reason.
 
-Peak memory is that of one forward + backward, inputs and gradients included: resident set of a fresh process on CPU,
+Peak memory is that of one forward + backward, including inputs and gradients: the resident set of a new process on CPU,
 allocated bytes on CUDA.
 """
 

@@ -2,7 +2,8 @@
 
     mst bench baselines [--out DIR] [--resume] [--budget HOURS] [--page] [--json]
 
-Loss over FLOPs, every method a point beside the dense line; the rest is as `mst bench study --help` says.
+The chart shows loss over FLOPs, with one point per method and the line of dense training; for the rest see
+`mst bench study --help`.
 
 examples:
   python -m mst_scale.benchmarks.studies.corpus --out corpora/study

@@ -1,12 +1,12 @@
-"""Compiles every Triton kernel with every tile that can be chosen, for A100 and H100, and shows what the compiler made.
+"""Compiles every Triton kernel with every tile size for A100 and H100, and shows the compiler's statistics.
 
     mst bench compiled [--kernels NAME …] [--targets A100|H100 …] [--json | --markdown]
 
-No GPU is needed, and none is used: these are not times. bfloat16; attention with heads of 64 and 128, causal in every
-part of a pattern, and its window in both directions; blocks of 16 to 128. A line is one tile: of all its variants the
-most registers, stack and shared memory, and the fewest programs that one multiprocessor holds at a time. Stack is what
-ptxas spills into; a tile that spills is not offered. Copies are the widths of the asynchronous copies to shared memory,
-in bytes: 16 for data, 4 for the lists of where blocks are and for numbers by row.
+No GPU is needed or used, so there are no times. The dtype is bfloat16; attention has heads of 64 and 128, causal in
+every part of a pattern, and its window also in both directions; blocks are 16 to 128. A row is one tile size: the most
+registers, stack and shared memory of all its variants, and the fewest programs that a multiprocessor runs concurrently.
+ptxas spills to the stack; tile sizes that spill are not used. Copies are the widths of the asynchronous copies to
+shared memory in bytes: 16 for data, 4 for lists of block positions and for values per row.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Finds how many layers of a model fit on one GPU, with a dense engine and MST's beside each other.
+"""Finds how many layers of a model fit on one GPU, with a dense engine next to MST's.
 
 By the memory model of `mst plan`: while one side steps, the other keeps its weights, states and gradients.
 """

@@ -1,15 +1,15 @@
-"""Finds out what a GPU does with this project, in three commands of at most three minutes each.
+"""Tests and measures this project on a GPU, in three commands of at most three minutes each.
 
-    mst bench gpu_day --group correctness --out DIR      two minutes: is everything right?
-    mst bench gpu_day --group steps --out DIR            three minutes: how fast is a whole training step?
+    mst bench gpu_day --group correctness --out DIR      two minutes: correctness
+    mst bench gpu_day --group steps --out DIR            three minutes: the time of a whole training step
     mst bench gpu_day --group layers --out DIR           three minutes: layers, attention, optimizer, memory
     python -m benchmarks.gpu_day --group …               the same, in a clone
 
-The parts of a group run one after the other, most valuable first, each in processes of its own that have a time limit
-and a share of the GPU's memory. The result of a case is on disk before the next one begins (DIR/results.jsonl), and
-DIR/gpu_day.md is written after every part. A case that crashes, hangs or is out of memory is kept with its reason, and
-the next one goes on in a fresh process. The same command resumes where it stopped: it measures what is missing and
-tries again what failed. Compiled kernels are kept in DIR.work.
+The parts of a group run one after the other, most important first, each in separate processes with a time limit and a
+share of the GPU's memory. The result of a case is on disk before the next one begins (DIR/results.jsonl), and
+DIR/gpu_day.md is written after every part. A case that crashes, hangs or runs out of memory is recorded with its
+reason, and the next one runs in a new process. Running the same command again measures missing cases and repeats
+failed ones. Compiled kernels are kept in DIR.work.
 
     correctness  masks       topology steps on the GPU and on the CPU from equal inputs: the same bits
                  training    short sparse runs at ZeRO 1, 2 and 3 on the GPU and on the CPU: losses within rounding
@@ -19,10 +19,10 @@ tries again what failed. Compiled kernels are kept in DIR.work.
     layers       linear      block linear layers, product by product, and 2:4, against cuBLAS
                  attention   sparse attention against cuDNN and flash attention
                  optimizer   fused AdamW on all weights and on the active ones alone
-                 memory      the peak of a run against what `mst plan` says
+                 memory      the peak of a run against the prediction of `mst plan`
 
-The exit code is 1 where a result was wrong or a case failed. Without a GPU, --tiny runs every part on the CPU with tiny
-shapes and Triton's interpreter: it proves that the parts run, and its times mean nothing.
+The exit code is 1 if a result was wrong or a case failed. Without a GPU, --tiny runs every part on the CPU with tiny
+shapes and Triton's interpreter, to test that the parts run; its times are meaningless.
 
 examples:
   mst bench gpu_day --group correctness --out h100
@@ -68,7 +68,7 @@ def parser() -> argparse.ArgumentParser:
     option("--minutes", type=at_least(0.1), metavar="M", help="time limit (default: what the chosen groups have)")
     option("--out", type=Path, required=True, metavar="DIR", help="where results go")
     option("--parts", nargs="+", choices=list(PARTS), metavar="P", help="only these parts")
-    option("--work", type=Path, metavar="DIR", help="for what is not kept (default: DIR.work beside --out)")
+    option("--work", type=Path, metavar="DIR", help="for what is not kept (default: DIR.work next to --out)")
     option("--tiny", action="store_true", help="on the CPU, tiny shapes: does every part run?")
     option("--json", action="store_true", help="print the results as one JSON object")
     option("--part", choices=list(PARTS), help=argparse.SUPPRESS)  # of a child
@@ -171,7 +171,7 @@ class Day:
         self.deadline = clock() + seconds
         self.stopped = threading.Event()
         self.patience = 10 if where.tiny else 1
-        self.began, self.told, self.telling = self.clock(), len(Book(out).ends), threading.Lock()
+        self.began, self.printed, self.printing = self.clock(), len(Book(out).ends), threading.Lock()
 
     def run(self, part: Part) -> None:
         """Run a part until its cases or its time are over."""
@@ -248,11 +248,11 @@ class Day:
 
     def _tell(self) -> None:
         """Say what has come in since the last time."""
-        with self.telling:
+        with self.printing:
             ends = Book(self.out).ends
-            for row in ends[self.told :]:
+            for row in ends[self.printed :]:
                 self._say(f"  {row['case']}: {said(row)}")
-            self.told = len(ends)
+            self.printed = len(ends)
 
     def _say(self, text: str) -> None:
         left = max(0.0, self.deadline - self.clock())

@@ -2,11 +2,11 @@
 
     mst bench grown_weights [--data DIR] [--json | --markdown]
 
-A grown weight starts at 0 with m = v = 0 while Adam's step count is long past its bias correction: its first updates
-are (1 - β₁)g/√((1 - β₂)g²) and more, several times the learning rate for β₂ = 0.999. `seeded` gives it v = max(g², mean
-g² of the layer) of the growth gradient (mst.topology.grown_moments). A GPT of 2 layers, width 64, on bytes of Python's
-library, 80 % sparse throughout, a topology step every 40 steps exchanging 30 % of the active weights; the same batches
-on all sides.
+A grown weight starts at 0 with m = v = 0, while Adam's bias correction has long ended: its first updates are
+(1 - β₁)g/√((1 - β₂)g²) and more, several times the learning rate for β₂ = 0.999. `seeded` starts with v = max(g², mean
+g² of the layer) of the growth gradient (mst.topology.grown_moments). The model is a GPT of 2 layers and width 64 on the
+bytes of Python's library, 80 % sparse throughout, with a topology step every 40 steps that exchanges 30 % of the active
+weights; all variants use the same batches.
 
     first updates   mean |Δw| of grown weights in the k-th step after they grew, in units of the learning rate
     bump            mean loss of the 5 steps after a topology step minus that of the 5 before, in the second half

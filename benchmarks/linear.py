@@ -3,13 +3,15 @@
     mst bench linear [--dtype float32 bfloat16] [--quick] [--tune] [--json | --markdown]
     mst bench linear --device cuda …         layers in blocks on a GPU: see benchmarks/linear_cuda.py
 
-One layer, forward + gradients of input and weight (zero where masked), everything included: gathering the values,
-transposes, the dense layout of the weight's gradient. The baseline is the dense layer of the same dtype, `F.linear`
-with autograd; a second one is torch.sparse (MKL: CSR × dense and `sampled_addmm`) with values gathered at each call,
-float32 only. Runs alternate in one process and medians are compared; ranges are the middle half of the runs.
+This measures the forward pass of one layer and the gradients of input and weight. "dense weight" is the layer whose
+parameter is the dense matrix, everything included: gathering the values, transposes, the dense layout of the weight's
+gradient. "values" is the compact layer, whose parameter and gradient are the active weights alone. The baseline is the
+dense layer of the same dtype, `F.linear` with autograd. Further baselines: torch.sparse (MKL: CSR × dense and
+`sampled_addmm`) with values gathered at each call, float32 only; and for values, expanding them to a matrix for
+`F.linear`. Runs alternate in one process and medians are compared; ranges are the middle half of the runs.
 
-`crossover` rows say from which sparsity on ours is faster: our time is interpolated between the measured sparsities.
---tune keeps them, for one thread and for all, and for MKL, which computes where there is no compiler, in the table that
+`crossover` rows have the sparsity from which ours is faster: our time is interpolated between the measured sparsities.
+--tune stores them, for one thread and for all, and for MKL, which is used without a compiler, in the table that
 mst.compute.backend "auto" reads before the shipped one: crossover.json in ~/.cache/mst_scale ($XDG_CACHE_HOME). Shapes
 that are in it are not measured again when a run starts.
 """
@@ -24,15 +26,16 @@ import torch
 
 from mst_scale.comm.parser import Parser, at_least
 from mst_scale.errors import UserError
-from mst_scale.sparse_linear import cpu, crossovers
-from mst_scale.sparse_linear.measuring import Layer, crossover
+from mst_scale.sparse_linear import cpu, crossovers, measuring
+from mst_scale.sparse_linear.measuring import USUAL, Layer, crossover
 
 from . import linear_cuda
 from .machine import machine
 from .page import Row, outputs, tell
 from .timing import Run, for_seconds, middle_half, versus
 
-DENSE, MKL = "dense, F.linear", "torch.sparse (MKL)"
+DENSE, MKL, EXPANDED = "dense, F.linear", "torch.sparse (MKL)", "values, expanded"
+WEIGHT, VALUES = "dense weight", "values"  # what our layers are given
 UP, DOWN, QKV, HEAD = (3072, 768), (768, 3072), (2304, 768), (50304, 768)  # (outputs, inputs)
 TOKENS = {HEAD: 1024}  # 2048 elsewhere
 SPARSITIES = (0.96, 0.9, 0.8, 0.6, 0.4)
@@ -53,10 +56,13 @@ def layer_of(dtype: str, shape: tuple[int, int]) -> Layer:
     return Layer(dtype, shape, TOKENS.get(shape, 2048))
 
 
-def row_of(layer: Layer, sparsity: float, ours: list[float], baseline: str, theirs: list[float]) -> Row:
-    """Return the row of a comparison."""
+def row_of(  # noqa: PLR0917
+    layer: Layer, sparsity: float, ours: list[float], baseline: str, theirs: list[float], given: str = WEIGHT
+) -> Row:
+    """Return the row of a comparison; `given` is what our layer computes from."""
     row = {
         "what": "forward + gradients",
+        "given": given,
         "dtype": layer.dtype,
         "layer": f"{layer.shape[1]}→{layer.shape[0]}",
         "tokens": layer.tokens,
@@ -64,22 +70,26 @@ def row_of(layer: Layer, sparsity: float, ours: list[float], baseline: str, thei
         "sparsity": sparsity,
         **versus(ours, baseline, theirs, middle_half),
     }
-    if baseline == DENSE and layer.shape == UP and (layer.dtype, sparsity) in ASKED:
+    if (baseline, given) == (DENSE, WEIGHT) and layer.shape == UP and (layer.dtype, sparsity) in ASKED:
         row["asked"] = ASKED[layer.dtype, sparsity]
     return row
 
 
 def compare(dtype: str, shape: tuple[int, int], sparsities: Sequence[float], seconds: float) -> list[Row]:
-    """One layer at several sparsities against dense, all in turns; at 3072×768 also against MKL; the crossover."""
+    """Compare one layer with dense and expanded ones, at 3072×768 also with MKL; find the crossover."""
     layer = layer_of(dtype, shape)
-    runs = [layer.dense(), *(layer.sparse(s) for s in sparsities)]
     with_mkl = [s for s in sparsities if s >= 0.9] if shape == UP and dtype == "float32" else []
-    runs += [layer.sparse(s, cpu.MKLIndex) for s in with_mkl]
-    dense, *others = alternate(runs, seconds)
-    ours = dict(zip(sparsities, others, strict=False))
+    runs = {(DENSE, 0.0): layer.dense()}
+    runs |= {(WEIGHT, s): layer.sparse(s) for s in sparsities}
+    runs |= {(MKL, s): layer.sparse(s, cpu.MKLIndex) for s in with_mkl}
+    runs |= {(VALUES, s): layer.compact(s) for s in sparsities}
+    runs |= {(EXPANDED, s): layer.compact(s, "dense") for s in sparsities[:1]}
+    times = dict(zip(runs, alternate(list(runs.values()), seconds), strict=True))
+    dense, ours = times[DENSE, 0.0], {s: times[WEIGHT, s] for s in sparsities}
     rows = [row_of(layer, s, ours[s], DENSE, dense) for s in sparsities]
-    for s, times in zip(with_mkl, others[len(sparsities) :], strict=True):
-        rows.append(row_of(layer, s, ours[s], MKL, times))
+    rows += [row_of(layer, s, ours[s], MKL, times[MKL, s]) for s in with_mkl]
+    rows += [row_of(layer, s, times[VALUES, s], DENSE, dense, VALUES) for s in sparsities]
+    rows += [row_of(layer, s, times[VALUES, s], EXPANDED, times[EXPANDED, s], VALUES) for s in sparsities[:1]]
     medians = {s: statistics.median(times) for s, times in ours.items()}
     crossed = crossover(medians, statistics.median(dense))
     return [*rows, {**rows[0], **_crossover_row(crossed, min(sparsities))}]
@@ -92,8 +102,10 @@ def _crossover_row(crossed: float | None, least: float) -> Row:
 
 
 def tune(dtypes: Sequence[str], seconds: float) -> list[Row]:
-    """Measure crossovers for one thread and for all, of the compiled kernel and of MKL, which is used where no compiler
-    is; keep them in the table that `auto` reads."""
+    """Measure crossovers for one thread and for all, and keep them in the table that `auto` reads.
+
+    They are those of the compiled kernel and of MKL, which computes where there is no compiler.
+    """
     everything, kinds = torch.get_num_threads(), {"cpu": cpu.CompiledIndex, "mkl": cpu.MKLIndex}
     found: list[Row] = []
     for threads in sorted({1, everything}):
@@ -102,14 +114,12 @@ def tune(dtypes: Sequence[str], seconds: float) -> list[Row]:
             for shape in TUNED:
                 layer = layer_of(dtype, shape)
                 cases = [(name, s) for name in kinds for s in TUNED_AT[name]]
-                dense, *ours = alternate([layer.dense(), *(layer.sparse(s, kinds[n]) for n, s in cases)], seconds)
-                times = dict(zip(cases, map(statistics.median, ours), strict=True))
-                for name in kinds:
-                    of_kind = {s: times[name, s] for s in TUNED_AT[name]}
-                    crossed = crossover(of_kind, statistics.median(dense)) or min(of_kind)
-                    entry = {"backend": name, "dtype": dtype, "threads": threads, "shape": list(shape)}
-                    gains = {str(s): round(statistics.median(dense) / time, 2) for s, time in of_kind.items()}
-                    found.append({**entry, "sparsity": round(crossed, 2), **crossovers.here(), "gains": gains})
+                topology_steps = [layer.topology_step(USUAL, kind) for kind in kinds.values()]
+                runs = [*(layer.sparse(s, kinds[n]) for n, s in cases), *topology_steps, layer.dense()]
+                *ours, dense = map(statistics.median, alternate(runs, seconds))
+                for name, topology_step in zip(kinds, ours[len(cases) :], strict=True):
+                    times = {s: time for (n, s), time in zip(cases, ours, strict=False) if n == name}
+                    found.append(measuring.row_of(name, dtype, shape, dense, times, topology_step))
                     print(found[-1], flush=True)
     torch.set_num_threads(everything)
     kept = [
@@ -134,18 +144,18 @@ def run(dtypes: Sequence[str], seconds: float, quick: bool = False) -> list[Row]
 def table(rows: list[Row]) -> str:
     """Return the rows as tables of Markdown."""
     lines = [
-        "| dtype | layer | tokens | sparsity | ours ms (middle half) | baseline | baseline ms (middle half) "
-        "| speed-up | asked |",
-        "|---|---|---|---|---|---|---|---|---|",
+        "| dtype | layer | tokens | sparsity | ours, from | ours ms (middle half) | baseline "
+        "| baseline ms (middle half) | speed-up | asked |",
+        "|---|---|---|---|---|---|---|---|---|---|",
     ]
     for row in rows:
         start = f"| {row['dtype']} | {row['layer']} | {row['tokens']} |"
         if row["what"] == "crossover":
-            lines.append(f"{start} | crossover with dense | | | {row['why']} | |")
+            lines.append(f"{start} | {row['given']} | crossover with dense | | | {row['why']} | |")
             continue
         ours, theirs = (f"{a:.1f} – {b:.1f}" for a, b in (row["ours_range"], row["baseline_range"]))
         lines.append(
-            f"{start} {row['sparsity']:.0%} | {row['ours_ms']:.1f} ({ours}) | {row['baseline']} | "
+            f"{start} {row['sparsity']:.0%} | {row['given']} | {row['ours_ms']:.1f} ({ours}) | {row['baseline']} | "
             f"{row['baseline_ms']:.1f} ({theirs}) | **{row['speedup']:.2f}** | {row.get('asked') or ''} |"
         )
     return "\n".join(lines)

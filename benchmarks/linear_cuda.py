@@ -2,19 +2,19 @@
 
     mst bench linear --device cuda [--blocks 16 32] [--widths 768 4096] [--tune] [--json | --markdown]
 
-The layer d → 4d of a GPT in bfloat16 on 8192 tokens (`gpu_day`: other shapes too), its mask made of B × B blocks drawn
-at random. Each product on its own against cuBLAS on the dense matrices of the same shapes; ours reads the active blocks
-out of the dense weight.
+The layer d → 4d of a GPT in bfloat16 on 8192 tokens (in `gpu_day` also other shapes) has a mask of random B × B blocks.
+Each product is compared with cuBLAS on dense matrices of the same shapes; ours reads the active blocks from the dense
+weight.
 
     y    X·Wᵀ            dx   dY·W            dw   dYᵀX, zero where masked: the dense array is written too
     2:4  X·Wᵀ with two of four weights, by torch's semi-structured tensors (`gpu_day`)
 
-Both sides run in turns, timed by the device's own clock; medians. `roofline` is the share of what the device could do
-at best for the sparse product: the longer of its multiply-adds at the rate of the largest dense product measured here
-and of its bytes (active weights, inputs, results, each once) at the rate of a copy measured here, over our time.
+Both run in turn, are timed by the device's clock, and medians are compared. `roofline` is the shortest possible time of
+the sparse product divided by ours: the longer of its multiply-adds at the rate of the largest dense product and its
+bytes (active weights, inputs, results, each once) at the rate of a copy, both measured here.
 
---tune keeps, in the table that mst.compute.backend "auto" reads, from which sparsity on the three together are faster.
-Without a CUDA device every row says so.
+--tune stores, in the table that mst.compute.backend "auto" reads, the sparsity from which all three together are
+faster. Without a CUDA device, every row has a reason instead of a time.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def machine() -> dict[str, Any]:
 
 
 def block_mask(outputs: int, inputs: int, side: int, sparsity: float, device: str) -> torch.Tensor:
-    """bool (outputs, inputs): the asked share of blocks, at random, to the block."""
+    """Return a bool mask (outputs, inputs) with the given share of inactive blocks, chosen at random."""
     down, across = -(-outputs // side), -(-inputs // side)
     blocks = torch.zeros(down * across, dtype=torch.bool)
     generator = torch.Generator().manual_seed(side)

@@ -1,4 +1,4 @@
-"""Runs a benchmark on several processes of this machine; returns what rank 0 finds, or raises what a rank refuses."""
+"""Runs a benchmark on several processes of this machine; returns the result of rank 0, or raises a rank's error."""
 
 from __future__ import annotations
 

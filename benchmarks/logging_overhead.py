@@ -1,14 +1,14 @@
-"""Measures what it costs to look at the weights while they train.
+"""Measures the cost of recording weights during training.
 
     mst bench logging_overhead [--rounds N] [--json | --markdown]
 
-    look      what TensorBoard gets every `training.histogram_every` steps (default 500): moments of all matrices,
-              histograms and pictures of a few, written through DeepSpeed's monitor; against those 500 steps
-    snapshot  what is kept at the end of a phase, against the shortest phase (1/14) of a run of 140,000 steps
+    look      data for TensorBoard every `training.histogram_every` steps (default 500): moments of all matrices,
+              histograms and pictures of some, written through DeepSpeed's monitor; compared with those 500 steps
+    snapshot  the summary at the end of a phase, compared with the shortest phase (1/14) of a run of 140,000 steps
 
 The model is that of `benchmarks.training`: GPT-2 small's widths and whole head, 4 of its 12 layers, 96 % sparse, one
-sequence of 1024 tokens a step (a step of the paper has 480). Steps and looks alternate; times are medians. `share` is
-what looking adds. A run that would spend more than 1 % of its time on TensorBoard's looks leaves some out by itself.
+sequence of 1024 tokens per step (a step of the paper has 480). Steps and recordings alternate; times are medians.
+`share` is the relative increase of the time. A run skips recordings once TensorBoard costs more than 1 % of its time.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import os
 import statistics
 import tempfile
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -38,6 +39,7 @@ def run(rounds: int) -> list[Row]:
     import mst_scale
     from mst_scale import comm
     from mst_scale.config import ModelConfig, load
+    from mst_scale.engine.targets import choose_targets
     from mst_scale.models.gpt import GPT
     from mst_scale.run_logging.observer import Observer
 
@@ -47,7 +49,9 @@ def run(rounds: int) -> list[Row]:
     board = {"enabled": True, "output_path": str(folder), "job_name": ""}
     raw = config(MASKED_MODEL, 1, 1, training={"steps": 10**6}, mst=mst, tensorboard=board)
     engine = mst_scale.initialize(model=GPT(ModelConfig(**MASKED_MODEL)), config=raw)[0]
-    observer = Observer(engine, load(raw), folder, ranks, step=1)
+    experiment = load(raw)
+    targets = partial(choose_targets, engine.module, experiment.mst.targets)
+    observer = Observer(engine, experiment, folder, ranks, step=1, choose_targets=targets)
     tokens = torch.randint(50257, (1, 1024), generator=torch.Generator().manual_seed(1))
 
     def step() -> None:

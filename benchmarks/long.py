@@ -2,14 +2,14 @@
 
     mst bench long [--device cpu|cuda] [--lengths N …] [--dtypes D …] [--stride S] [--json | --markdown] [--quick]
 
-Forward + backward of a whole layer of GPT-2 small (two norms, attention with its projections, MLP; 12 heads of 64,
-batch 1), pattern strided 128 as in ds_configs/gpt2_small_32k.json, against the same layer with torch's causal flash
-attention. Weights are dense on both sides, so that the difference is attention's alone. The runs alternate in one
-process and the medians are compared; tokens/s are the length over the median. The pair ceiling is the dense causal
-pairs over ours.
+This measures forward + backward of a whole layer of GPT-2 small (two norms, attention with its projections, MLP; 12
+heads of 64, batch 1) with the strided pattern 128 of ds_configs/gpt2_small_32k.json, compared with the same layer with
+torch's causal flash attention. Weights are dense in both, so that they only differ in attention. The runs alternate in
+one process and medians are compared; tokens/s are the length divided by the median. The pair ceiling is the number of
+dense causal pairs divided by ours.
 
-Peak memory is that of one forward + backward beyond the layer's weights: gradients and input included, resident set of
-a fresh process on CPU, allocated bytes on CUDA. A layer is not a model: embeddings, head and optimizer come on top.
+Peak memory is that of one forward + backward in addition to the layer's weights, including gradients and input: the
+resident set of a new process on CPU, allocated bytes on CUDA. Embeddings, head and optimizer are not included.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Measures how much memory this process holds, and how much at most while something runs.
+"""Measures the memory of this process, and its peak while a function runs.
 
-CUDA: bytes allocated. CPU: the resident set, which Linux alone tells (None elsewhere).
+On CUDA these are the bytes allocated, on a CPU the resident set (only on Linux; None elsewhere).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def peak_of(run: Callable[[], object], device: str) -> int | None:
     if device == "cuda":
         torch.cuda.reset_peak_memory_stats()
     elif os.access("/proc/self/clear_refs", os.W_OK):
-        Path("/proc/self/clear_refs").write_text("5")  # Linux: the peak of the resident set starts anew
+        Path("/proc/self/clear_refs").write_text("5")  # Linux: resets the peak of the resident set
     run()
     peak = torch.cuda.max_memory_allocated() if device == "cuda" else _resident("VmHWM")
     return None if peak is None or before is None else peak - before

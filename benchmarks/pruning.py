@@ -1,18 +1,18 @@
-"""Compares weights trained with MST and dense ones after pruning, at equal loss before it.
+"""Compares weights trained with MST and dense ones after pruning, at equal loss before pruning.
 
     mst bench pruning [--data DIR] [--runs DIR] [--seeds N] [--steps N] [--json | --markdown]
 
-The paper says so: "the learned parameters are more concentrated, making them better suited for subsequent pruning".
-The model of the config demo (2 layers, width 64, bytes of SymPy's sources) is trained by the recipe mst-best (80 %
-sparse at most, dense again at the end), dense for as many steps, and dense for as many steps as give MST's validation
-loss: a model that has learned more loses more, whatever trained it. The dense ones have the rate that the study demo
-found best for them, MST the one of the study main. All are pruned as `mst export --method … --prune` does it, without
-training afterwards; magnitude prunes the head too, which is the embedding, and the others leave it as it is.
+This tests a claim of the paper: "the learned parameters are more concentrated, making them better suited for subsequent
+pruning". The model of the config demo (2 layers, width 64, bytes of SymPy's sources) is trained with the recipe
+mst-best (at most 80 % sparse, dense at the end), dense for the same number of steps, and dense until it reaches MST's
+validation loss, because a model that has learned more loses more from pruning. The dense runs use the best learning
+rate of the study demo, MST that of the study main. All are pruned as by `mst export --method … --prune`, without
+further training; magnitude also prunes the head, which is the embedding, and the other methods do not.
 
     loss        on the run's validation corpus; mean over seeds ± half the range
     lost        loss minus that of the same model unpruned
-    kurtosis    of the layers' weights, the embedding left out: 3 for a normal distribution, more where few weights
-                are large and many are small
+    kurtosis    of the layers' weights without the embedding: 3 for a normal distribution, more if few weights are
+                large and many are small
 """
 
 from __future__ import annotations

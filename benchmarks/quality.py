@@ -1,17 +1,16 @@
-"""Measures what a choice costs in validation loss, at equal tokens and over several seeds.
+"""Compares the validation loss of variants, at equal tokens and over several seeds.
 
     mst bench quality [--config FILE] [--seeds 1 2 3] [--variants FILE] [--markdown]
 
-Every variant is a run of `mst_scale.pretrain` with some settings of its own; the first one is what the others are
-compared with. All see the same tokens in the same order for the same seed, and start from the same weights where their
-shapes are the same. `--variants` names a JSON file {"name": ["--set", "mst.topology.policy=rigl", …], …}; without it
-the built-in comparison is made: single weights against blocks, against dense and against a dense model of about the
-same FLOPs.
+Every variant is a run of `mst_scale.pretrain` with different settings, and the others are compared with the first one.
+With the same seed, all read the same tokens in the same order, and start from the same weights if their shapes are the
+same. `--variants` is a JSON file {"name": ["--set", "mst.topology.policy=rigl", …], …}; the default compares single
+weights with blocks, a dense model, and a dense model of about the same FLOPs.
 
     val loss    mean over seeds of the loss on fixed validation sequences after the last step, ± standard deviation
     difference  to the first variant, mean over seeds of same-seed differences ± standard error
-    sparsity    of the target parameters, the most that a logged row has
-    FLOPs       of the run, as a share of a dense run of that shape (the paper's accounting)
+    sparsity    highest sparsity of the target parameters in the log
+    FLOPs       of the run, as a fraction of a dense run of that shape (the paper's accounting)
 """
 
 from __future__ import annotations
@@ -131,10 +130,10 @@ def measure(options: argparse.Namespace, variants: Mapping[str, Sequence[str]]) 
     runs: dict[str, list[Row]] = {name: [] for name in variants}
     for seed in options.seeds:
         for name, words in variants.items():
-            told = [*common, *words, "--set", f"training.seed={seed}"]
-            key = " ".join(told)
+            arguments = [*common, *words, "--set", f"training.seed={seed}"]
+            key = " ".join(arguments)
             if key not in made:
-                made[key] = one_run(told, ranks)
+                made[key] = one_run(arguments, ranks)
                 if options.runs is not None:
                     with options.runs.open("a") as file:
                         file.write(json.dumps([key, made[key]]) + "\n")
@@ -185,7 +184,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with aside():
         rows = measure(options, variants)
     setting = {"dtype": "float32", "processes": 1, "seeds": len(options.seeds)}
-    setting[f"tokens a run of {rows[0]['variant']}"] = f"{rows[0]['tokens']:,}"
+    setting[f"tokens per run of {rows[0]['variant']}"] = f"{rows[0]['tokens']:,}"
     shown, command = table(rows), "mst bench quality --seeds " + " ".join(map(str, options.seeds))
     command += f" --variants {options.variants}" if options.variants else ""
     command += f" --config {options.config}" if options.config != CONFIG else ""

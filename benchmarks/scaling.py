@@ -1,16 +1,15 @@
-"""Measures how tokens per second grow with the number of processes, dense and with MST.
+"""Measures how tokens per second scale with the number of processes, dense and with MST.
 
     mst bench scaling --config C [--ranks 1 2 4] [--threads 1] [--plot FILE.svg] [--json | --markdown]
     mst bench scaling --from weak_8.json weak_64.json … [--plot FILE.svg]
 
     weak     every rank keeps its micro-batch, so the global batch grows with the ranks
-    strong   the global batch stays, so each rank's share shrinks; ideal in both: R times the tokens/s of one rank
+    strong   the global batch stays the same, so each rank's share shrinks; R ranks ideally have R times the tokens/s
 
-Each point is `mst bench step` in one phase (--phase ultra), started here on that many processes; `efficiency` is the
-tokens/s per rank against those of the fewest ranks measured. More processes than cores share them: efficiency then says
-as much about the machine as about the program. On a cluster run `deepspeed … --module mst_scale.benchmarks.step
---phases ultra --json > FILE` once for each size (with --micro-batch-size for strong scaling) and draw the files with
---from.
+Each point is `mst bench step` in one phase (--phase ultra) on that number of processes; `efficiency` is tokens/s per
+rank, relative to the smallest number of ranks. If there are more processes than cores, efficiency depends on the
+machine as much as on the program. On a cluster, run `deepspeed … --module mst_scale.benchmarks.step --phases ultra
+--json > FILE` once for each size (with --micro-batch-size for strong scaling) and plot the files with --from.
 """
 
 from __future__ import annotations
@@ -84,7 +83,7 @@ def kind_of(found: Sequence[dict[str, Any]]) -> str:
         return "weak"
     if len({s["sequences_per_rank"] * s["ranks"] for s in settings}) == 1:
         return "strong"
-    raise UserError("--from: the files have neither the same sequences a rank nor the same global batch")
+    raise UserError("--from: the files have neither the same sequences per rank nor the same global batch")
 
 
 def plot(rows: Sequence[Row], path: Path) -> None:
@@ -141,8 +140,8 @@ def table(rows: Sequence[Row]) -> str:
 def setting_of(rows: Sequence[Row]) -> dict[str, Any]:
     """What is alike in all points."""
     setting = rows[0]["setting"]
-    told = ("model", "method", "backend", "zero_stage", "dtype", "rounds")
-    return {key.replace("_", " "): setting[key] for key in told}
+    shown = ("model", "method", "backend", "zero_stage", "dtype", "rounds")
+    return {key.replace("_", " "): setting[key] for key in shown}
 
 
 def parser() -> argparse.ArgumentParser:

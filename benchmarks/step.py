@@ -4,18 +4,18 @@
     deepspeed --num_accelerators 8 --module mst_scale.benchmarks.step --config gpt2_small
     mst bench step --device cuda …           124M, 1.5B and 6.7B in blocks on one GPU: see benchmarks/step_cuda.py
 
-Two DeepSpeed engines of the same config stand side by side, method dense and the config's own, and step in turns on the
-same micro-batch of random tokens (one a step, no accumulation). MST's is taken to the middle of each phase of its
-schedule by real topology steps. `ours_ms` and `baseline_ms` are medians of whole steps without instruments, ranges the
-middle half; `speedup` is their ratio, `paired_speedup` the median of the ratios of neighbouring steps, `speedup_range`
-the middle half of those. Compute follows mst.compute.backend.
+Two DeepSpeed engines of the same config, one with method dense and one with the config's method, take steps in turn on
+the same micro-batch of random tokens (one per step, no accumulation). MST's engine is taken to the middle of each phase
+of its schedule by real topology steps. `ours_ms` and `baseline_ms` are medians of whole steps without instrumentation,
+and ranges are the middle half; `speedup` is their ratio, `paired_speedup` the median of the ratios of consecutive
+steps, and `speedup_range` the middle half of those. Layers compute according to mst.compute.backend.
 
     parts       forward, backward, communication (DeepSpeed's collectives), optimizer, masking (gradients, weights);
-                measured on further steps with instruments, which wait at every part: they add up to a little more
-    topology    what a topology step takes longer than an ordinary one; "whole run" spreads it over the schedule
-    FLOP/s      FLOPs that the step needs (the causal accounting of `mst flops`, masked weights not counted) per second;
-                MFU: as a share of the peak of all ranks' devices
-    memory      a rank's: weights, gradients and states after a step, and the peak within one (CUDA: allocated; CPU:
+                measured in additional steps with instrumentation, which synchronizes, so the sum is slightly larger
+    topology    the additional time of a topology step; "whole run" distributes it over the schedule
+    FLOP/s      FLOPs that the step needs (the causal accounting of `mst flops`, without masked weights) per second;
+                MFU: as a fraction of the peak of all ranks' devices
+    memory      of a rank: weights, gradients and states after a step, and the peak during one (CUDA: allocated; CPU:
                 resident set)
 """
 

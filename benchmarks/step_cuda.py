@@ -1,18 +1,18 @@
-"""Measures a whole training step on one GPU with channels or blocks of weights, against the strongest dense step.
+"""Compares a whole training step on one GPU with channels or blocks of weights with the strongest dense step.
 
     mst bench step --device cuda [--shapes 1.5B 6.7B] [--variants channels-80 …] [--micro-batches 8] [--json]
 
-Two DeepSpeed engines stand side by side and step in turns on the same micro-batch of random tokens: the dense one with
-`torch.compile` for its blocks and cuDNN's attention, and ours in the ultra-sparse phase of its schedule. Ours is
-compiled too where that works, and measured eagerly as well; the faster of the two counts. The models have a few of
-their layers, and a vocabulary reduced in proportion, so that embedding, head and loss have the share of the step that
-they have in the whole model. `--micro-batches` says how many there are per optimizer step: the fewer, the more the
-optimizer and ZeRO's copies weigh, which are dense on both sides.
+Two DeepSpeed engines take steps in turn on the same micro-batch of random tokens: the dense one with `torch.compile`
+for its blocks and cuDNN's attention, and ours in the ultra-sparse phase of its schedule. Ours is measured both compiled
+(if that works) and eager, and the faster of the two is used. The models have only some of their layers, and a
+vocabulary reduced in proportion, so that embedding, head and loss take the same fraction of the step as in the whole
+model. `--micro-batches` is the number per optimizer step: with fewer, the optimizer and ZeRO's copies, which are dense
+in both engines, take a larger fraction.
 
     channels-80    whole neurons and channels of heads at 80 %: dense products of a fifth of the size
     blocksB-S      blocks of B × B weights at S % sparsity (Triton kernels)
 
-Times are medians over rounds of several steps, each waited for. `kernels` lists where the GPU's time went.
+Times are medians over rounds of several synchronized steps. `kernels` lists the time of each GPU kernel.
 """
 
 from __future__ import annotations

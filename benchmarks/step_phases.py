@@ -1,7 +1,7 @@
 """Measures a phase of the schedule, on both sides of `benchmarks.step_sides`, and computes the whole run.
 
-Whole steps without instruments, in turns; the peak of memory; further steps with a stopwatch for their parts and
-collectives; topology steps against ordinary ones. What the columns mean stands in `benchmarks.step`.
+It measures whole steps of both engines in turn without instrumentation, peak memory, additional steps with a stopwatch
+for their parts and collectives, and topology steps next to ordinary ones. `benchmarks.step` describes the columns.
 """
 
 from __future__ import annotations

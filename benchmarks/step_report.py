@@ -1,4 +1,4 @@
-"""Prints the results of `benchmarks.step` as tables of Markdown: steps, parts of a step, collectives."""
+"""Formats the results of `benchmarks.step` as Markdown tables: steps, parts of a step, collectives."""
 
 from __future__ import annotations
 

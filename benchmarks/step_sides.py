@@ -1,7 +1,7 @@
-"""Builds two DeepSpeed engines of one config side by side, one with its method and one dense.
+"""Builds two DeepSpeed engines of one config, one with its method and one dense.
 
-Both take one micro-batch of random tokens a step. Method "mst" (or another) is taken to the middle of a phase of its
-schedule by a real topology step, and held there however many steps are taken.
+Both take one micro-batch of random tokens per step. Method "mst" (or another) is taken to the middle of a phase of its
+schedule by a real topology step, and stays there for any number of steps.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""Measures the time of the parts of a training step, and what travels between the ranks meanwhile.
+"""Measures the time of the parts of a training step, and the communication between ranks.
 
-Spans nest; a span's own time leaves out the spans inside it and DeepSpeed's collectives, which are a part of their own
-("communication"). Those come from DeepSpeed's comms_logger, which waits for each collective while it is on: so parts
-are measured on steps of their own, never on the steps whose speed is compared. On a CPU it does not wait for
-asynchronous collectives (ZeRO-3 fetches ahead): their time there is that of the call. Times are read from the logger's
-timers: the latencies it lists (DeepSpeed 0.19) are running sums over all calls of a name.
+Spans can be nested; the time of a span does not include nested spans or DeepSpeed's collectives, which are a separate
+part ("communication"). They are measured by DeepSpeed's comms_logger, which synchronizes each collective, so parts are
+measured in separate steps, never in those whose speed is compared. On a CPU it does not wait for asynchronous
+collectives (ZeRO-3 prefetches), whose time is then that of the call. Times are read from the logger's timers, because
+the latencies that it lists (DeepSpeed 0.19) are running sums over all calls of a name.
 """
 
 from __future__ import annotations

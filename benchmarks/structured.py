@@ -1,10 +1,10 @@
-"""Compares layers of monarch and pixelfly with dense ones: what their batched products are worth in time.
+"""Measures the speed of layers of monarch and pixelfly, which are batched products, relative to dense ones.
 
     mst bench structured [--device cpu|cuda] [--dtype float32 bfloat16] [--seconds S] [--json | --markdown]
 
-One layer, forward + gradients of its input and of what it stores, with the default options of both methods. The
-baseline is `F.linear` with autograd, in the same dtype; runs alternate and medians are compared. FLOPs fall by
-1 / density.
+This measures one layer, the forward pass and the gradients of its input and its stored parameter, with the default
+options of both methods. The baseline is `F.linear` with autograd, in the same dtype; runs alternate and medians are
+compared. FLOPs are reduced by a factor of 1 / density.
 """
 
 from __future__ import annotations

@@ -1,25 +1,25 @@
-"""Trains the runs of a planned study and writes its page, which says whether a method pays.
+"""Trains the runs of a planned study and writes its page, which shows whether a method pays off.
 
     mst bench study NAME [--out DIR] [--resume] [--budget HOURS] [--at-once N] [--page [--pictures DIR]] [--json]
 
 NAME is a plan in benchmarks/studies: variants, seeds, sizes and lengths, and a criterion for success, written before
-its runs. Each run is its own process of `mst_scale.pretrain`; cheap runs come first. The record of each finished run is
+its runs. Each run is a process of `mst_scale.pretrain`; cheap runs come first. The record of each finished run is
 appended to benchmarks/studies/NAME.runs.jsonl.gz, and NAME.md is written from these records at the end.
 
-    loss        mean over seeds of the loss on validation sequences after the last step, at the learning rate of the
-                grid that was best for the first seed; the interval is Student's t at 95 %
-    FLOPs       of the whole run, trunk and decay, in the paper's accounting and in the causal one
-    worth       FLOP multiplier: FLOPs that dense training needs for that loss, divided by the FLOPs spent; against the
-                same model trained for a shorter time, and against the best of all dense models. Above 1 it pays. Read
-                between dense runs (log loss over log FLOPs); outside of them it is a bound (≥, ≤). Its interval is
-                Student's t at 95 %
+    loss              mean over seeds of the validation loss after the last step, at the learning rate of the grid that
+                      was best for the first seed; the interval is Student's t at 95 %
+    FLOPs             of the whole run, trunk and decay, in the paper's accounting and in the causal one
+    FLOP multiplier   FLOPs that dense training needs to reach the same loss, divided by those of the run; compared with
+                      the same model trained for a shorter time, and with the best of all dense models. Above 1 it pays
+                      off. It is interpolated between dense runs (log loss over log FLOPs); outside of them it is a
+                      bound (≥, ≤). The interval is Student's t at 95 %
 
 examples:
   python -m mst_scale.benchmarks.studies.corpus --out corpora/study
   mst bench study main --out runs/main --budget 8
   mst bench study main --out runs/main --resume        # continues where it stopped
   mst bench study main --page                          # only writes the page, from the records
-  mst bench study main --page --pictures /tmp/main     # and draws every picture of the study there
+  mst bench study main --page --pictures /tmp/main     # and draws all pictures of the study into that folder
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def parser() -> argparse.ArgumentParser:
     option = found.add_argument
     option("name", metavar="NAME", help="a plan: benchmarks/studies/NAME.json")
     option("--out", type=Path, metavar="DIR", help="folder of the runs (default: runs/study-NAME)")
-    option("--resume", action="store_true", help="continue in an OUT that holds runs; failed runs are tried again")
+    option("--resume", action="store_true", help="continue in an OUT that contains runs; failed runs are repeated")
     option("--budget", type=at_least(0.0), metavar="HOURS", help="stop after this time; running runs are saved")
     option(
         "--at-once",

@@ -1,6 +1,6 @@
-"""Times several ways of doing one thing, in turns.
+"""Times several implementations in turn, and compares medians.
 
-So a change of clock or a neighbour's load meets all of them; what is compared are medians.
+A change of the clock or other load then affects all of them.
 """
 
 from __future__ import annotations

@@ -1,23 +1,23 @@
-"""Measures what one topology step costs, in time and in bytes sent, against the usual ways to do it.
+"""Measures the time and the bytes sent of one topology step, compared with the usual implementations.
 
     mst bench topology [--ranks 1 2] [--shapes gpt2 gpt3-1.3b] [--rounds 5] [--json | --markdown]
 
 One Mixed-Growing step in the middle of the ultra phase (96 % sparse, ζ = 0.3, R = 0.25: prune, grow by gradient, grow
 at random, mean g² per layer) on all matrices of a GPT, tied head included, from live float32 weights and gradients.
 
-    naive        as the public codebases do: scores all-reduced, a full sort of every matrix by `topk` for the prune and
-                 again for the growth, a permutation of the candidates for the random part, masks and weights replicated
+    naive        as in public codebases: all-reduces the scores, sorts every matrix with `topk` to prune and again to
+                 grow, permutes the candidates for the random part, replicates masks and weights
     kthvalue     one process: `kthvalue` of the candidates' scores and one comparison, per matrix; the random part by
-                 rejection. It breaks ties as they fall and has no shards
+                 rejection. Ties are broken arbitrarily; weights are not sharded
 
-Runs alternate and medians are compared; masks are put back before each run, outside the timing. With 2 ranks each holds
-half of every matrix (ours) or all of it (naive), the threads are shared out, and the slower rank's time counts; ranges
-are the smallest and the largest. Bytes sent are counted: a ring all-reduce sends 2(R-1)/R times its payload, whatever R
-is; `many` is the limit. A load above the number of cores: other work ran beside. Not measured: GPUs, the time of more
-ranks than these.
+Runs alternate and medians are compared; masks are restored before each run, outside the timing. With 2 ranks each holds
+half of every matrix (ours) or all of it (naive), the ranks divide the threads, and the slower rank's time counts;
+ranges are minimum and maximum. Bytes sent are counted: a ring all-reduce sends 2(R-1)/R times its payload for any R;
+`many` is the limit for many ranks. A load above the number of cores means that other programs ran at the same time. Not
+measured: GPUs, the time of more ranks than these.
 
-The 1.3B shapes are there for the bytes and to see that the time grows with the weights: their matrices have their real
-sizes, but share one buffer of scores each for weights and for gradients, so that they fit a small machine.
+The 1.3B shapes measure the bytes and how the time grows with the weights. Their matrices have their real sizes, but all
+weights share one buffer and all gradients another, so that they fit a small machine.
 """
 
 from __future__ import annotations
@@ -184,7 +184,7 @@ def table(rows: list[Row]) -> str:
             row["why"] if row["speedup"] is None else f"**{row['speedup']}**",
         ]
         lines.append(cells)
-    head = ["shapes", "weights", "ranks × threads", "masks, MB a rank", "what"]
+    head = ["shapes", "weights", "ranks × threads", "masks, MB per rank", "what"]
     parts = [grid([*head, "ours ms (range)", "baseline", "baseline ms (range)", "speed-up"], lines)]
     lines = []
     for row in {row["shapes"]: row for row in rows if row["what"] == "topology step"}.values():

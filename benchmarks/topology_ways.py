@@ -1,7 +1,6 @@
-"""Does one topology step in our way and in the usual ways, on the matrices of a GPT.
+"""Implements one topology step with our algorithm and with the usual ones, on the matrices of a GPT.
 
-`naive` and `kthvalue` are what `benchmarks.topology` says of them. All read the same `State` and differ only in the
-random part.
+`benchmarks.topology` describes `naive` and `kthvalue`. All use the same `State` and only differ in the random part.
 """
 
 from __future__ import annotations
@@ -49,8 +48,8 @@ class State:
 
         def draw(size: int, target: int) -> Tensor:
             mask = torch.rand(size, generator=generator) < 1.2 * target / size
-            alive = mask.nonzero().view(-1)
-            mask[alive[torch.randperm(alive.numel(), generator=generator)[target:]]] = False
+            active = mask.nonzero().view(-1)
+            mask[active[torch.randperm(active.numel(), generator=generator)[target:]]] = False
             return mask
 
         self.weights, self.gradients = buffers(0.02), buffers(1e-4)
@@ -93,13 +92,13 @@ def naive(state: State, group: dist.ProcessGroup | None) -> list[Tensor]:
             dist.all_reduce(drop, group=group)
             dist.all_reduce(grow, group=group)
         drop.masked_fill_(~mask, -1)
-        alive = torch.zeros_like(mask)
-        alive[torch.topk(drop, mask.numel()).indices[: target - counts.prune]] = True
-        order = torch.topk(grow.masked_fill_(alive, -1), mask.numel()).indices
-        alive[order[: counts.by_score]] = True
-        free = (~alive).nonzero().view(-1)
-        alive[free[torch.randperm(free.numel(), generator=generator)[: counts.by_random]]] = True
-        new.append(alive)
+        active = torch.zeros_like(mask)
+        active[torch.topk(drop, mask.numel()).indices[: target - counts.prune]] = True
+        order = torch.topk(grow.masked_fill_(active, -1), mask.numel()).indices
+        active[order[: counts.by_score]] = True
+        free = (~active).nonzero().view(-1)
+        active[free[torch.randperm(free.numel(), generator=generator)[: counts.by_random]]] = True
+        new.append(active)
     return new
 
 
@@ -112,13 +111,13 @@ def kthvalue(state: State, group: None = None) -> list[Tensor]:
         counts = plan(size, target, target, ZETA, RANDOM_SHARE, True)
         at = mask.nonzero().view(-1)
         drop = weight[at].abs_()
-        alive = mask.clone()
-        alive[at[drop <= drop.kthvalue(counts.prune).values]] = False
-        grow = gradient.abs().masked_fill_(alive, -1)
-        alive |= grow >= grow.kthvalue(size - counts.by_score + 1).values
+        active = mask.clone()
+        active[at[drop <= drop.kthvalue(counts.prune).values]] = False
+        grow = gradient.abs().masked_fill_(active, -1)
+        active |= grow >= grow.kthvalue(size - counts.by_score + 1).values
         drawn = torch.randint(size, (2 * counts.by_random + 100,), generator=generator)
-        drawn = drawn[~alive[drawn]].unique()
-        alive[drawn[torch.randperm(drawn.numel(), generator=generator)[: counts.by_random]]] = True
+        drawn = drawn[~active[drawn]].unique()
+        active[drawn[torch.randperm(drawn.numel(), generator=generator)[: counts.by_random]]] = True
         gradient.square().mean()
-        new.append(alive)
+        new.append(active)
     return new

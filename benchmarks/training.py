@@ -3,15 +3,15 @@
     mst bench training [--ranks N] [--json | --markdown]
 
     loop      one step of `mst_scale.pretrain` (sampling, learning rate, votes, FLOP ledger, metrics every 10 steps)
-              against a bare forward/backward/step on the same engine with batches at hand
-    masking   an ordinary step at 96 % sparsity (masked dense compute) against the same DeepSpeed run without MST
-    topology  a topology step's extra time, spread over the 100 steps between two of them; where layers skip what is
-              masked it also computes the dense weight gradients that growth needs (`mst bench step` shows that)
-    drift     one drift check of all masks, spread over the 1,000 steps between two of them
+              compared with a bare forward/backward/step on the same engine with prepared batches
+    masking   an ordinary step at 96 % sparsity (masked dense compute) compared with the same DeepSpeed run without MST
+    topology  a topology step's extra time, divided by the 100 steps of an interval; where layers skip masked weights it
+              also computes the dense weight gradients that growth needs (`mst bench step` shows that)
+    drift     one drift check of all masks, divided by the 1,000 steps between two checks
 
-Steps alternate between the two sides, so that a change of clock or a neighbour's load meets both; `ours_ms` and
-`baseline_ms` are medians, ranges the middle half. `overhead` is what we add, as a share of the baseline's step: the
-median over pairs of neighbouring steps.
+Steps of the two runs alternate, so that changes of the clock or of the machine's load affect both; `ours_ms` and
+`baseline_ms` are medians, ranges the middle half. `overhead` is the relative increase of the baseline's step time: the
+median over pairs of consecutive steps.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from .page import Row, aside, grid, outputs, tell
 from .timing import in_rounds, middle_half, seconds_of
 
 ASKED = {"loop": 0.02, "masking": 0.02, "topology": 0.01, "drift": 0.001}
-# GPT-2 small's widths and its whole head; 4 of 12 layers, so that two engines fit beside each other in a few GB
+# GPT-2 small's widths and its whole head; 4 of 12 layers, so that two engines fit into a few GB
 MASKED_MODEL: dict[str, Any] = {"n_layer": 4, "n_head": 12, "n_embd": 768, "seq_length": 1024, "vocab_size": 50257}
 LOOP_MODEL = {"n_layer": 4, "n_head": 4, "n_embd": 128, "seq_length": 256, "vocab_size": 257}
 
@@ -56,7 +56,7 @@ def config(model: dict[str, Any], ranks: int, sequences: int, **blocks: Any) -> 
 
 
 def loop(ranks: Any, rounds: int) -> Row:
-    """The demo's model (0.8 M weights, 8 × 256 tokens a rank): a step so short that every extra shows."""
+    """The demo's model (0.8 M weights, 8 × 256 tokens per rank): a step so short that every extra shows."""
     from mst_scale.config import load
     from mst_scale.pretrain.prepare import prepare
     from mst_scale.pretrain.training_loop import Run

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # One task of a Slurm step: a rank (slurm_rank.sh python -m …), or a node's ranks through DeepSpeed's launcher
-# (slurm_rank.sh RANKS mst_scale.pretrain …, mst_scale/launch/slurm_rank.py). Started by slurm_job.sh.
+# (slurm_rank.sh RANKS mst_scale.pretrain …, mst_scale/launch/slurm_job.py). Started by slurm_job.sh.
 set -euo pipefail
 # shellcheck source-path=SCRIPTDIR
 source "$(dirname "${BASH_SOURCE[0]}")/help.sh"

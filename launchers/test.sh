@@ -1,8 +1,9 @@
 #!/usr/bin/env bash
-# The whole test suite in the project's own environment; arguments go to pytest.
-#   bash launchers/test.sh                 everything this machine can run
-#   bash launchers/test.sh -k selection    a part of it
-#   MST_TEST_WORKERS=0 bash launchers/test.sh    in one process; otherwise two share the files of tests
+# Runs the tests in the project's own environment; arguments go to pytest.
+#   bash launchers/test.sh                the quick run: under ten minutes on two cores
+#   bash launchers/test.sh --all          everything that this machine can run
+#   bash launchers/test.sh tests/unit -k selection    these tests, with nothing left out
+#   MST_TEST_WORKERS=0 bash launchers/test.sh         in one process; otherwise three share the files of tests
 set -euo pipefail
 # shellcheck source-path=SCRIPTDIR
 source "$(dirname "${BASH_SOURCE[0]}")/help.sh"
@@ -10,4 +11,9 @@ help_if_asked "${BASH_SOURCE[0]}" "$@"
 # shellcheck source-path=SCRIPTDIR
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" # several processes share the cores
-exec python -m pytest -n "${MST_TEST_WORKERS:-2}" --dist loadfile "$@"
+if [ $# -eq 0 ]; then
+    set -- --quick
+elif [ "$1" = --all ]; then
+    shift
+fi
+exec python -m pytest -n "${MST_TEST_WORKERS:-3}" --dist loadfile "$@"

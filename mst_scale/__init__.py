@@ -19,12 +19,23 @@ if TYPE_CHECKING:
     from mst_scale.engine.api import initialize
     from mst_scale.engine.load_weights import load_weights
     from mst_scale.engine.types import MST, Engine
+    from mst_scale.generation.generate import generate
     from mst_scale.hugging_face.merge_adapters import merge_adapters
     from mst_scale.integrations.integrate import integrate
-    from mst_scale.run_logging.recording import record
+    from mst_scale.integrations.recording import record
 
 __version__ = "0.2.0"
-__all__ = ["MST", "Engine", "initialize", "integrate", "load_weights", "merge_adapters", "record", "warm_start"]
+__all__ = [
+    "MST",
+    "Engine",
+    "generate",
+    "initialize",
+    "integrate",
+    "load_weights",
+    "merge_adapters",
+    "record",
+    "warm_start",
+]
 
 _deprecated.install()
 when_imported("deepspeed", lambda found: importlib.import_module("mst_scale.comm.rendezvous").install(found))
@@ -32,17 +43,18 @@ when_imported("deepspeed", lambda found: importlib.import_module("mst_scale.comm
 _WHERE = {
     "MST": "engine.types",
     "Engine": "engine.types",
+    "generate": "generation.generate",
     "initialize": "engine.api",
     "integrate": "integrations.integrate",
     "load_weights": "engine.load_weights",
     "merge_adapters": "hugging_face.merge_adapters",
-    "record": "run_logging.recording",
+    "record": "integrations.recording",
     "warm_start": "checkpoints.warm_start",
 }
 
 
 def __getattr__(name: str) -> Any:
-    # DeepSpeed is imported when it is first needed: the command line and the attention kernels work without it.
+    # DeepSpeed is only imported when it is needed: the command line and the attention kernels work without it.
     if name in _WHERE:
         return getattr(importlib.import_module(f"mst_scale.{_WHERE[name]}"), name)
     raise AttributeError(f"module 'mst_scale' has no attribute {name!r}")

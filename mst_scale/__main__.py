@@ -1,4 +1,4 @@
-"""`python -m mst_scale` is the command `mst`."""
+"""Runs the `mst` command as `python -m mst_scale`."""
 
 import sys
 

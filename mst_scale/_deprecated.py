@@ -49,7 +49,7 @@ BENCHMARKS: dict[str, str] = {"observer": "logging_overhead", "rivals": "baselin
 
 
 def _warn(old: str, new: str) -> None:
-    # the frames between are those of the import system and of this file
+    # the frames in between belong to the import system and this file
     warnings.warn(
         f"{old} is now {new}; the old name will be removed in mst_scale 0.3", DeprecationWarning, stacklevel=4
     )
@@ -83,7 +83,7 @@ def renamed_attribute(old: str, new: str) -> property:
 
 
 def renamed(module: str, name: str) -> Any:
-    """Return what `name` of `module` is called now, with a warning.
+    """Return the object that `name` of `module` has been renamed to, with a warning.
 
     Raises:
         AttributeError: if the module never had that name.
@@ -96,7 +96,7 @@ def renamed(module: str, name: str) -> Any:
 
 
 class _MovedModule(ModuleType):
-    """Stands where a module was, and looks every name up where the module is now."""
+    """A stand-in for a module that was moved; it looks up every name in the new module."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -118,6 +118,6 @@ class _Finder(MetaPathFinder, Loader):
 
 
 def install() -> None:
-    """Let old module paths be imported; called once, when mst_scale is imported."""
+    """Make old module paths importable; called once, when mst_scale is imported."""
     if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
         sys.meta_path.insert(0, _Finder())  # before a folder that a git checkout left behind

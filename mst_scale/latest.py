@@ -1,4 +1,4 @@
-"""Reads the files `latest` and `latest_universal`, by which DeepSpeed names the newest checkpoint of a folder."""
+"""Reads the files `latest` and `latest_universal`, in which DeepSpeed names the latest checkpoint of a folder."""
 
 from __future__ import annotations
 
@@ -6,15 +6,19 @@ from pathlib import Path
 
 from mst_scale.errors import Damaged
 
-LONGEST = 255  # bytes of a file's name
+_MAX_NAME = 255  # bytes of a file name
 
 
 def tag_in(latest: Path) -> str:
-    """Return the tag in such a file: the name of a folder beside it. Anything else is Damaged."""
+    """Return the tag in such a file, which is the name of a folder next to it.
+
+    Raises:
+        Damaged: if the file contains anything else.
+    """
     try:
         tag = latest.read_text("utf-8").strip()
     except UnicodeDecodeError:
         tag = ""
-    if not tag or not tag.isprintable() or len(tag) > LONGEST or Path(tag).name != tag:
-        raise Damaged(f"{latest} is damaged: it does not hold the name of a checkpoint; name the checkpoint itself")
+    if not tag or not tag.isprintable() or len(tag) > _MAX_NAME or Path(tag).name != tag:
+        raise Damaged(f"{latest} is damaged: it does not contain the name of a checkpoint; pass the checkpoint's path")
     return tag

@@ -1,11 +1,12 @@
-"""A shard: the part of a logical matrix that a rank, or a file, holds.
+"""Describes shards: the part of a logical matrix that a rank or a file holds.
 
-Two things cut a matrix up. Tensor parallelism gives a rank some of its rows and columns (a `Cut`): the local matrix,
-which is what a layer multiplies with. ZeRO then gives a rank a range of that local matrix, flattened. A `Shard` says
-both, and with them which weights of the logical matrix lie where. Without tensor parallelism the local matrix is all
-of it.
+A matrix is divided in two ways. Tensor parallelism gives a rank some of its rows and columns (a `Cut`); they form the
+local matrix, which a layer multiplies by. ZeRO then gives a rank a range of the flattened local matrix. A `Shard`
+records both and maps positions in the shard to positions in the logical matrix. Without tensor parallelism, the local
+matrix is the logical matrix.
 
-A tensor of shape (r, a, b, …) is seen as a matrix of r rows and a·b·… columns, a vector of n as n rows of one.
+A tensor of shape (r, a, b, …) is treated as a matrix of r rows and a·b·… columns, and a vector of n elements as n rows
+of one element.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from typing import TYPE_CHECKING
 
 from mst_scale.errors import UserError
 
-if TYPE_CHECKING:  # what a shard says needs no torch, only index tensors do
+if TYPE_CHECKING:  # only index tensors need torch
     from torch import Tensor
 
 Range = tuple[int, int]
@@ -27,23 +28,24 @@ Range = tuple[int, int]
 
 @dataclass(frozen=True)
 class Axis:
-    """Which of a logical matrix's rows (or columns) are here, in ascending ranges."""
+    """The rows (or columns) of a logical matrix that this rank holds, as ascending ranges."""
 
     ranges: tuple[Range, ...]
     extent: int
-    """Of the logical matrix."""
+    """Number of rows (or columns) of the logical matrix."""
 
     @cached_property
     def length(self) -> int:
-        """How many are here."""
+        """The number of local rows (or columns)."""
         return sum(stop - start for start, stop in self.ranges)
 
     @cached_property
     def whole(self) -> bool:
+        """Whether all rows (or columns) are local."""
         return self.length == self.extent
 
     def logical(self, local: Tensor) -> Tensor:
-        """Where these of ours stand in the logical matrix."""
+        """Return the logical indices of local ones."""
         if self.whole:
             return local
         firsts, starts = self._tables(local)
@@ -51,7 +53,7 @@ class Axis:
         return local - firsts[at] + starts[at]
 
     def local(self, logical: Tensor) -> Tensor:
-        """Which of ours these are; -1 for what is not here."""
+        """Return the local indices of logical ones; -1 for those that are not local."""
         if self.whole:
             return logical
         if not self.length:
@@ -67,7 +69,7 @@ class Axis:
         return [(start, stop) for start, stop in self.ranges if stop > start]
 
     def _tables(self, like: Tensor) -> tuple[Tensor, Tensor]:
-        """Per range: the first of ours in it, and its start."""
+        """Return the first local index and the first logical index of each range."""
         firsts, position = [], 0
         for start, stop in self._filled:
             firsts.append(position)
@@ -76,7 +78,7 @@ class Axis:
 
 
 def _bucket(starts: Tensor, values: Tensor) -> Tensor:
-    """The last range that starts at or before each value; -1 where none does."""
+    """Return the index of the last range that starts at or before each value; -1 if there is none."""
     import torch
 
     return torch.bucketize(values, starts, right=True) - 1
@@ -84,15 +86,16 @@ def _bucket(starts: Tensor, values: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Cut:
-    """Which rows and columns of a logical tensor are here: the local matrix is those rows × those columns."""
+    """The rows and columns of a logical tensor that this rank holds; together they form the local matrix."""
 
     shape: tuple[int, ...]
-    """Of the logical tensor."""
+    """Shape of the logical tensor."""
     rows: tuple[Range, ...]
     columns: tuple[Range, ...]
 
     @classmethod
     def whole(cls, shape: Sequence[int]) -> Cut:
+        """Return the cut of a tensor that is not divided."""
         rows, columns = as_matrix(shape)
         return cls(tuple(shape), ((0, rows),), ((0, columns),))
 
@@ -103,34 +106,39 @@ class Cut:
 
     @cached_property
     def row_axis(self) -> Axis:
+        """The local rows."""
         return Axis(self.rows, self.matrix[0])
 
     @cached_property
     def column_axis(self) -> Axis:
+        """The local columns."""
         return Axis(self.columns, self.matrix[1])
 
     @property
     def axes(self) -> tuple[Axis, Axis]:
+        """The local rows and columns."""
         return self.row_axis, self.column_axis
 
     @property
     def is_whole(self) -> bool:
+        """Whether the tensor is not divided."""
         return self.row_axis.whole and self.column_axis.whole
 
     @property
     def local_matrix(self) -> tuple[int, int]:
+        """Rows and columns of the local matrix."""
         return self.row_axis.length, self.column_axis.length
 
     @property
     def local_shape(self) -> tuple[int, ...]:
-        """Of the tensor that is here."""
+        """Shape of the local tensor."""
         rows, columns = self.local_matrix
         if len(self.shape) < 2:
             return (rows,) * len(self.shape)
         return (rows, *self.shape[1:]) if self.column_axis.whole else (rows, columns)
 
     def of(self, whole: Tensor) -> Tensor:
-        """What is here of a whole tensor: a copy."""
+        """Return a copy of the local part of a logical tensor."""
         import torch
 
         matrix = whole.detach().reshape(self.matrix)
@@ -142,18 +150,18 @@ class Cut:
             position = 0
             for start, stop in getattr(self, axis):
                 if not position <= start <= stop <= extent:
-                    raise UserError(f"{axis} {getattr(self, axis)} do not ascend within the {extent} of {self.shape}")
+                    raise UserError(f"{axis} {getattr(self, axis)} must be ascending ranges within [0, {extent}]")
                 position = stop
 
 
 def as_matrix(shape: Sequence[int]) -> tuple[int, int]:
-    """Rows and columns as which a tensor of this shape is seen."""
+    """Return the rows and columns of the matrix that a tensor of this shape is treated as."""
     return (shape[0], math.prod(shape[1:])) if shape else (1, 1)
 
 
 @dataclass(frozen=True)
 class Shard:
-    """Part of one logical matrix: [start, start + length) of its local matrix, flattened."""
+    """A part of one logical matrix: the range [start, start + length) of its flattened local matrix."""
 
     name: str
     cut: Cut
@@ -162,36 +170,37 @@ class Shard:
 
     @classmethod
     def of_range(cls, name: str, shape: Sequence[int], start: int, length: int) -> Shard:
-        """A range of a matrix that only ZeRO, or a file, cuts."""
+        """Return a range of a matrix that is not divided by tensor parallelism."""
         return cls(name, Cut.whole(shape), start, length)
 
     @classmethod
     def whole(cls, name: str, shape: Sequence[int]) -> Shard:
+        """Return the shard that is the whole matrix."""
         return cls.of_range(name, shape, 0, math.prod(shape))
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the logical tensor."""
+        """Shape of the logical tensor."""
         return self.cut.shape
 
     @cached_property
     def numel(self) -> int:
-        """Weights of the logical matrix …"""
+        """Number of weights of the logical matrix."""
         return math.prod(self.shape)
 
     @cached_property
     def local_numel(self) -> int:
-        """… of the local one …"""
+        """Number of weights of the local matrix."""
         return math.prod(self.cut.local_matrix)
 
     @property
     def stop(self) -> int:
-        """… and where, of that, the shard ends."""
+        """End of the shard in the flattened local matrix."""
         return self.start + self.length
 
     @cached_property
     def in_a_row(self) -> int | None:
-        """Where in the flattened logical matrix the shard begins, if it lies there in one piece; else None."""
+        """Start of the shard in the flattened logical matrix if it is contiguous there, else None."""
         if self.cut.is_whole:
             return self.start
         rows, columns = self.cut.axes
@@ -200,7 +209,7 @@ class Shard:
         return 0 if self.length == 0 else None
 
     def overlaps(self, other: Shard) -> bool:
-        """Whether another shard of the same matrix may hold some of the same weights; surely so if it does."""
+        """Return whether another shard of the same matrix may share weights; False only if it certainly does not."""
         if not self.length or not other.length:
             return False
         if self.in_a_row is not None and other.in_a_row is not None:
@@ -212,7 +221,7 @@ class Shard:
         )
 
     def logical(self, at: Tensor) -> Tensor:
-        """Flat indices in the logical matrix of these positions in the shard, int64."""
+        """Return the flat logical indices (int64) of positions in the shard."""
         import torch
 
         at = at.to(torch.int64)
@@ -224,7 +233,11 @@ class Shard:
         return rows.logical(row) * columns.extent + columns.logical(at - row * columns.length)
 
     def local(self, index: Tensor) -> tuple[Tensor, Tensor]:
-        """(which of these flat indices of the logical matrix are in the shard, their positions there), int64."""
+        """Find flat logical indices in the shard.
+
+        Returns:
+            The positions in `index` of those that are in the shard, and their positions in the shard, both int64.
+        """
         if self.in_a_row is not None:
             at = index - self.in_a_row
             found = ((at >= 0) & (at < self.length)).nonzero().view(-1)
@@ -239,6 +252,4 @@ class Shard:
 
     def __post_init__(self) -> None:
         if self.length and not 0 <= self.start < self.stop <= self.local_numel:
-            raise UserError(
-                f"{self.name}: slice [{self.start}, {self.stop}) lies outside its {self.local_numel} weights"
-            )
+            raise UserError(f"{self.name}: slice [{self.start}, {self.stop}) exceeds its {self.local_numel} weights")

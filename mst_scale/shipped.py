@@ -1,4 +1,4 @@
-"""Finds what comes with the package and is none of its modules: ready configs, launchers."""
+"""Finds the files that are shipped with the package: ready-made configs and launchers."""
 
 from __future__ import annotations
 
@@ -8,6 +8,6 @@ PACKAGE = Path(__file__).parent
 
 
 def folder(name: str) -> Path:
-    """In the package where it is installed from a wheel, beside it in a clone."""
+    """Return the path of a shipped folder: inside the package in a wheel, next to it in a clone."""
     inside = PACKAGE / name
     return inside if inside.is_dir() else PACKAGE.parent / name

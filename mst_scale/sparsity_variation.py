@@ -1,23 +1,23 @@
-"""PART 1, Sparsity Variation: how sparse the network is at a step, and how much of its topology may change.
+"""PART 1, Sparsity Variation: the target sparsity and the update fraction of every step.
 
-A step number s counts finished optimizer steps: `at(s)` is what the forward
-pass after s optimizer steps runs with, and `is_topology_step(s)` says whether the s-th optimizer step ends with
-the topology step that brings the masks to `at(s)`. What `at(0)` asks for is set up before training.
+A step number s counts finished optimizer steps: `at(s)` describes the forward pass after s optimizer steps, and
+`is_topology_step(s)` says whether the s-th optimizer step ends with the topology step that brings the masks to `at(s)`.
+The masks of `at(0)` are created before training.
 
-Sparsity Variation (the paper's equations as meant, x = progress of the phase in [0, 1]):
+Sparsity Variation (the paper's equations with misprints corrected; x is the progress of the phase in [0, 1]):
 
     warm-up    S = S_M · (1 − (1 − x)³)      dense → sparse
     ultra      S = S_M
     restore    S = S_M · (1 − x)³            sparse → dense
     dense      S = 0
 
-Each gradual phase is staged, x = ⌊t/Δ⌋/N with N stages of Δ steps, or continuous: x is read at each multiple of
-the topology interval. The update fraction is a cosine in parts; part i runs from T_{i−1} to T_i:
+Each gradual phase is either staged, x = ⌊t/Δ⌋/N with N stages of Δ steps, or continuous, with x evaluated at each
+multiple of the topology interval. The update fraction is a piecewise cosine; piece i runs from T_{i−1} to T_i:
 
     ζ_t = ζ_i/2 · (1 + cos(π · (t − T_{i−1}) / (T_i − T_{i−1}))),   T_1 = T_W + T_U, then every Δ_R
 
-Durations are stated in steps (int) or as a share of the run (float in [0, 1]): 1 is one step, 1.0 the whole run.
-`SparsityConfig` is what a user states, its `schedule(total_steps, …)` the `Schedule`: a frozen value without history.
+Durations are given in steps (int) or as a fraction of the run (float in [0, 1]): 1 is one step, 1.0 the whole run.
+`SparsityConfig` is the block of the config; its `schedule(total_steps, …)` returns the `Schedule`, a frozen value.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ from mst_scale.errors import UserError
 from mst_scale.validation import Duration, Field, StrictFloat, StrictInt, block
 
 DEFAULT_INTERVAL = 100  # the paper's Δ_t
-PHASES = ("warmup", "ultra", "restore", "dense")  # in this order a phase's number is the same for every method
-SHORTEST_DEFAULT = 25  # a topology step costs a few steps: more often than this, sparse training is slower than dense
+PHASES = ("warmup", "ultra", "restore", "dense")  # the index of a phase is the same for every method
+MIN_DEFAULT_INTERVAL = 25  # a topology step costs a few steps; with a shorter interval, training is slower than dense
 
 
 @dataclass(frozen=True)
 class Point:
-    """What holds at one step. `phase` is warmup, ultra, restore or dense."""
+    """The schedule's values at one step. `phase` is warmup, ultra, restore or dense."""
 
     phase: str
     sparsity: float
@@ -48,7 +48,7 @@ class Point:
 
 @dataclass(frozen=True)
 class Segment:
-    """Steps [start, stop) run in one phase at one sparsity."""
+    """Steps [start, stop) with the same phase and sparsity."""
 
     start: int
     stop: int
@@ -58,7 +58,7 @@ class Segment:
 
 @dataclass(frozen=True)
 class Phase:
-    """Steps [start, stop) of one phase; a gradual one has stages = N, or 0 where it is continuous."""
+    """Steps [start, stop) of one phase; a gradual phase has stages = N, or 0 if it is continuous."""
 
     name: str
     start: int
@@ -66,26 +66,28 @@ class Phase:
     stages: int = 0
 
     def stage_starts(self) -> list[int]:
-        """First step of each stage: the first t with ⌊t·N/T⌋ = i. No stage is early; a phase shorter than its stages
-        leaves some out."""
+        """Return the first step of each stage i: the first t with ⌊t·N/T⌋ = i.
+
+        A phase with fewer steps than stages skips some stages.
+        """
         starts = [self.start - -i * (self.stop - self.start) // self.stages for i in range(self.stages)]
         return sorted({start for start in starts if start < self.stop})
 
     def progress(self, step: int) -> float:
-        """x = ⌊t/Δ⌋/N with Δ = T/N, of a staged phase."""
+        """Return the progress of a staged phase, x = ⌊t/Δ⌋/N with Δ = T/N."""
         return (step - self.start) * self.stages // (self.stop - self.start) / self.stages
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """Phases laid end to end over [0, total_steps), resolved to integer steps."""
+    """Consecutive phases that cover [0, total_steps), in integer steps."""
 
     total_steps: int
     interval: int
     max_sparsity: float
     phases: tuple[Phase, ...]
     cosine_bounds: tuple[int, ...]
-    """T_0 < T_1 < …: ends of the cosines; empty means a constant update fraction while sparse."""
+    """T_0 < T_1 < …, the ends of the cosines; empty means a constant update fraction while sparse."""
     update_fraction: float
     update_decay: float
 
@@ -95,25 +97,25 @@ class Schedule:
 
     @cached_property
     def sparse_until(self) -> int:
-        """First step from which the network stays dense; total_steps if it ends sparse."""
+        """The first step from which the network stays dense; total_steps if it ends sparse."""
         last = self.phases[-1]
         return last.start if last.name == "dense" else self.total_steps
 
     def first_step(self, phase: str) -> int | None:
-        """First step of a phase, None where the schedule has no such phase."""
+        """Return the first step of a phase; None if the schedule does not have it."""
         return next((found.start for found in self.phases if found.name == phase), None)
 
     def at(self, step: int) -> Point:
-        """Phase, target sparsity and update fraction ζ for the forward pass after `step` optimizer steps."""
+        """Return phase, target sparsity and update fraction ζ of the forward pass after `step` optimizer steps."""
         phase = self._phase(step)
         sparsity = self._sparsity(phase, step)
         return Point(phase.name, sparsity, self._update_fraction(phase, step))
 
     def is_topology_step(self, step: int) -> bool:
-        """Whether optimizer step number `step` (the first is 1) ends with a topology step.
+        """Return whether optimizer step number `step` (the first is 1) ends with a topology step.
 
-        True wherever the target moves, down to the first dense step, which takes the sparsity to exactly 0; and at
-        every multiple of the interval where connections are exchanged (ζ > 0) in a network that trains on.
+        It does whenever the target sparsity changes (the last such step takes it to exactly 0), and at every multiple
+        of the interval while the network is sparse and ζ > 0, except at the end of the run.
         """
         if step < 1:
             return False
@@ -124,48 +126,48 @@ class Schedule:
         return on_grid and now.sparsity > 0 and now.update_fraction > 0
 
     def segments(self) -> Iterator[Segment]:
-        """The run as maximal stretches of equal phase and sparsity, in order: the ledger's input."""
+        """Yield the run as maximal segments of equal phase and sparsity, in order."""
         for phase in self.phases:
             changes = sorted({phase.start, *self._changes(phase)})
-            open_at, value = changes[0], self._sparsity(phase, changes[0])
+            start, value = changes[0], self._sparsity(phase, changes[0])
             for step in changes[1:]:
                 sparsity = self._sparsity(phase, step)
                 if sparsity != value:
-                    yield Segment(open_at, step, phase.name, value)
-                    open_at, value = step, sparsity
-            yield Segment(open_at, phase.stop, phase.name, value)
+                    yield Segment(start, step, phase.name, value)
+                    start, value = step, sparsity
+            yield Segment(start, phase.stop, phase.name, value)
 
     def mean(self, value: Callable[[Segment], float]) -> float:
-        """Mean over all steps of a quantity that is constant on a segment."""
+        """Return the mean over all steps of a quantity that is constant within a segment."""
         return math.fsum(value(s) * (s.stop - s.start) for s in self.segments()) / self.total_steps
 
     def topology_steps(self) -> Iterator[int]:
-        """Every step in [1, total_steps] for which `is_topology_step` holds."""
+        """Yield every step in [1, total_steps] for which `is_topology_step` holds."""
         return (step for step in range(1, self.total_steps + 1) if self.is_topology_step(step))
 
     def parts_from(self, other: Schedule, until: int) -> int | None:
-        """The first step up to `until` at which the other asks for another topology; None where it asks for the same.
+        """Return the first step up to `until` at which two schedules differ; None if they do not.
 
-        Looked at are the steps at which either may move anything: ends of phases and stages, and both grids.
+        Only steps at which either may change are compared: ends of phases and stages, and multiples of the intervals.
         """
-        steps = sorted({step for schedule in (self, other) for step in schedule._moments(until)})
-        return next((step for step in steps if self._asks(step) != other._asks(step)), None)
+        steps = sorted({step for schedule in (self, other) for step in schedule._candidates(until)})
+        return next((step for step in steps if self._targets(step) != other._targets(step)), None)
 
-    def _asks(self, step: int) -> tuple[str, float, float | None]:
+    def _targets(self, step: int) -> tuple[str, float, float | None]:
         point = self.at(step)
         return point.phase, point.sparsity, point.update_fraction if self.is_topology_step(step) else None
 
-    def _moments(self, until: int) -> set[int]:
+    def _candidates(self, until: int) -> set[int]:
         changes = {step for phase in self.phases for step in (phase.start, *self._changes(phase)) if step <= until}
         return changes | set(range(0, until + 1, self.interval))
 
     def _phase(self, step: int) -> Phase:
         if step < 0:
-            raise UserError(f"step {step} is before the run; steps count from 0")
+            raise UserError(f"step {step} is negative; steps count from 0")
         return self.phases[bisect_right(self._starts, step) - 1]
 
     def _changes(self, phase: Phase) -> list[int]:
-        """Steps inside a phase at which its sparsity may move."""
+        """Return the steps of a phase at which its sparsity may change."""
         if phase.name in ("dense", "ultra"):
             return []
         if phase.stages:
@@ -178,15 +180,15 @@ class Schedule:
             return 0.0
         if phase.name == "ultra":
             return self.max_sparsity
-        if step >= phase.stop:  # past the end of the run: nothing is pruned that no step would train without
+        if step >= phase.stop:  # the end of the run: do not prune, as no step would train without those weights
             if phase.name == "warmup":
                 return self._sparsity(phase, phase.stop - 1)
-            x = 1.0  # what has grown starts at 0 and changes nothing
+            x = 1.0  # grown weights start at 0, so growing changes no output
         elif phase.stages:
             x = phase.progress(step)
         else:
-            read_at = max(phase.start, step // self.interval * self.interval)
-            x = (read_at - phase.start) / (phase.stop - phase.start)
+            last_update = max(phase.start, step // self.interval * self.interval)
+            x = (last_update - phase.start) / (phase.stop - phase.start)
         cubic = (1.0 - x) ** 3
         return self.max_sparsity * (1.0 - cubic if phase.name == "warmup" else cubic)
 
@@ -204,22 +206,26 @@ class Schedule:
 
 
 class Moves(Protocol):
-    """What the schedule reads of `mst.topology`: how often connections move, and how many of them."""
+    """The part of `mst.topology` that the schedule needs: how often the topology is updated, and how much of it."""
 
     @property
-    def interval(self) -> int | None: ...
+    def interval(self) -> int | None:
+        """Steps between topology steps; None for the default."""
 
     @property
-    def update_schedule(self) -> str: ...
+    def update_schedule(self) -> str:
+        """How the update fraction changes over the run."""
 
     @property
-    def update_fraction(self) -> float: ...
+    def update_fraction(self) -> float:
+        """Initial update fraction."""
 
     @property
-    def update_decay(self) -> float: ...
+    def update_decay(self) -> float:
+        """Factor by which the amplitude decays from one cosine to the next."""
 
 
-# Which durations a variation reads.
+# The durations that each variation uses.
 DURATIONS: dict[str, tuple[str, ...]] = {
     "sv": ("warmup", "ultra", "restore"),
     "dense": (),
@@ -234,7 +240,7 @@ DURATIONS: dict[str, tuple[str, ...]] = {
 
 @block("mst.sparsity")
 class SparsityConfig:
-    """The block `mst.sparsity`: how sparse, when; and how a global sparsity is spread over layers.
+    """The block `mst.sparsity`: the sparsity over the run and its distribution over layers.
 
     variation   phases, in order (T_W = warmup, T_U = ultra, T_R = restore; the rest of the run follows the last)
     sv          warm-up T_W, ultra T_U, restoration T_R, dense
@@ -274,8 +280,14 @@ class SparsityConfig:
     )
 
     def schedule(self, total_steps: int, moves: Moves) -> Schedule:
-        """The schedule of a run of `total_steps`: phase ends are rounded, and a phase that was asked for
-        has one step at least (where there are fewer steps than phases, the last ones have none)."""
+        """Return the schedule of a run of `total_steps`.
+
+        The ends of phases are rounded to steps, and each phase with a duration above 0 has at least one step (if there
+        are fewer steps than phases, the last ones have none).
+
+        Raises:
+            UserError: if the phases do not fit.
+        """
         if total_steps < 1:
             raise UserError(f"total_steps {total_steps} must be at least 1")
         phases = self._phases(total_steps)
@@ -292,12 +304,12 @@ class SparsityConfig:
         )
 
     def depends_on_length(self, moves: Moves) -> bool:
-        """Whether another length of the run would be another schedule: not where all that counts is stated in steps."""
+        """Return whether the schedule changes with the length of the run."""
         if any(isinstance(value := getattr(self, name), float) and value > 0 for name in DURATIONS[self.variation]):
             return True
         ends_sparse = self.variation in ("sparse", "gmp", "acdc")
         cosine = moves.update_schedule != "constant" and moves.update_fraction > 0 and self.max > 0
-        return ends_sparse and cosine  # which reaches to the end of the run
+        return ends_sparse and cosine  # the last cosine ends with the run
 
     def _phases(self, total: int) -> tuple[Phase, ...]:
         warmup, ultra, restore = (_steps(d, total) for d in (self.warmup, self.ultra, self.restore))
@@ -318,12 +330,13 @@ class SparsityConfig:
         else:
             turn = _steps(self.turn, total)
             if turn <= 0:
-                raise UserError("acdc needs turn > 0, the length of its sparse and dense phases")
+                raise UserError("mst.sparsity.turn must be above 0 for acdc: it is the length of its phases")
             turns = [("ultra", turn), ("dense", turn)] * max(1, round(ultra / (2 * turn)))
             stated = [("dense", warmup), *turns, ("ultra", None)]
-        return self._laid_out(stated, total)
+        return self._consecutive(stated, total)
 
-    def _laid_out(self, stated: list[tuple[str, float | None]], total: int) -> tuple[Phase, ...]:
+    def _consecutive(self, stated: list[tuple[str, float | None]], total: int) -> tuple[Phase, ...]:
+        """Place phases of these lengths one after the other; a length of None extends to the end of the run."""
         phases: list[Phase] = []
         position, begin = 0.0, 0
         for name, length in stated:
@@ -333,11 +346,11 @@ class SparsityConfig:
                 continue
             else:
                 position += length
-                end = max(math.floor(position + 0.5), begin + 1)  # half up; at least one step for what was asked
+                end = max(math.floor(position + 0.5), begin + 1)  # round half up; at least one step
             if math.floor(position + 0.5) > total:
-                said = ", ".join(name for name, length in stated if length)
+                names = ", ".join(name for name, length in stated if length)
                 raise UserError(
-                    f"phases {said} do not fit in {total} steps: shorten them, state them as shares of the run "
+                    f"phases {names} do not fit in {total} steps: shorten them, give them as fractions of the run "
                     "(floats at most 1.0), or lengthen the run"
                 )
             end = min(end, total)
@@ -367,9 +380,14 @@ class SparsityConfig:
 
 
 def default_interval(gradual: Collection[int]) -> int:
-    """Return the steps between topology steps where `mst.topology.interval` is null: a fifth of the shortest of the
-    gradual phases, which have these lengths, but at least SHORTEST_DEFAULT and at most DEFAULT_INTERVAL."""
-    return max(SHORTEST_DEFAULT, min([DEFAULT_INTERVAL, *(length // 5 for length in gradual)]))
+    """Return the default of `mst.topology.interval`.
+
+    It is a fifth of the shortest gradual phase, between MIN_DEFAULT_INTERVAL and DEFAULT_INTERVAL.
+
+    Args:
+        gradual: the lengths of the gradual phases.
+    """
+    return max(MIN_DEFAULT_INTERVAL, min([DEFAULT_INTERVAL, *(length // 5 for length in gradual)]))
 
 
 def _steps(duration: Duration, total: int) -> float:

@@ -2,16 +2,16 @@
 
     y = x Wᵀ + b        W is (out, in)
 
-    ColumnLinear    a rank holds some rows of W and computes those columns of y. x is whole on every rank, and its
-                    gradient is the sum over ranks: one all-reduce in backward.
+    ColumnLinear    a rank holds some rows of W and computes those columns of y. x is replicated, and its gradient is
+                    the sum over ranks: one all-reduce in the backward pass.
     RowLinear       a rank holds some columns of W and takes those columns of x. y is the sum over ranks: one
-                    all-reduce in forward; b, which is whole on every rank, is added once, after it.
+                    all-reduce in the forward pass; the replicated bias b is added once, after it.
 
-One after the other, they form a block of which each rank computes 1/size, with one all-reduce in each direction.
-Everything else in a model is whole on every rank, with the same values and the same gradients.
+A ColumnLinear followed by a RowLinear forms a block of which each rank computes 1/size, with one all-reduce in each
+direction. All other parameters of a model are replicated, with the same values and gradients on every rank.
 
-A split parameter carries `mst_cut` (shard.Cut: its rows and columns) and `tensor_model_parallel`, by which DeepSpeed's
-norms know that its other parts count too; parameters without this mark count on the first rank only.
+A split parameter has the attributes `mst_cut` (shard.Cut: its rows and columns) and `tensor_model_parallel`, which
+makes DeepSpeed's norms include its other parts; parameters without it are counted on the first rank only.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ Product = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tens
 
 @dataclass(frozen=True)
 class TensorGroup:
-    """The ranks over which layers are split, and this rank's place among them."""
+    """The ranks over which layers are split, and this rank's position among them."""
 
     group: Any
     rank: int
@@ -44,11 +44,15 @@ class TensorGroup:
 
     @classmethod
     def of(cls, mesh: Mesh) -> TensorGroup | None:
-        """Return the tensor-parallel group of a mesh; None if layers are whole."""
+        """Return the tensor-parallel group of a mesh; None if layers are not split."""
         return cls(mesh.tensor_group, mesh.slice, mesh.sizes.tensor) if mesh.sizes.tensor > 1 else None
 
     def share(self, what: str, count: int) -> Range:
-        """Return which of `count` equal items this rank holds; `what` is their name in the config."""
+        """Return the range of `count` items that this rank holds; `what` is their name in the config.
+
+        Raises:
+            UserError: if they cannot be divided equally.
+        """
         if count % self.size:
             raise UserError(
                 f"{what} = {count} cannot be split over {self.size} ranks: choose a multiple, or another {KEY}"
@@ -64,7 +68,7 @@ class TensorGroup:
 
 
 def check_no_dropout(dropout: float) -> None:
-    """Raise UserError for dropout: ranks that work on one sequence would have to drop the same values."""
+    """Raise UserError for dropout: ranks that share a sequence would have to drop the same values."""
     if dropout:
         raise UserError(
             f"model.dropout = {dropout} is not supported with tensor, sequence or pipeline parallelism, whose ranks "
@@ -73,7 +77,7 @@ def check_no_dropout(dropout: float) -> None:
 
 
 def marked_cut(parameter: torch.Tensor) -> Cut | None:
-    """Return which part of a logical parameter this is; None if it is whole."""
+    """Return the part of a logical parameter that this one is; None if it is not split."""
     return getattr(parameter, "mst_cut", None)
 
 
@@ -94,9 +98,10 @@ def row_linear(n_in: int, n_out: int, *, bias: bool, tensor: TensorGroup | None,
 
 
 class ColumnLinear(nn.Linear):
-    """This rank's rows of an (out, in) matrix: its share of each of `parts` equal stretches, one after the other.
+    """A linear layer with this rank's rows of an (out, in) matrix.
 
-    `parts` is 3 for q, k and v in one matrix; `what` names the rows in error messages.
+    The matrix consists of `parts` equal groups of rows (3 for q, k and v), each of which is divided among the ranks.
+    `what` names the rows in error messages.
     """
 
     def __init__(self, n_in: int, n_out: int, *, bias: bool, tensor: TensorGroup, what: str = "rows", parts: int = 1):
@@ -117,7 +122,7 @@ class ColumnLinear(nn.Linear):
 
 
 class RowLinear(nn.Linear):
-    """This rank's columns of an (out, in) matrix, and the whole bias."""
+    """A linear layer with this rank's columns of an (out, in) matrix, and the whole bias."""
 
     def __init__(self, n_in: int, n_out: int, *, bias: bool, tensor: TensorGroup, what: str = "columns"):
         start, stop = tensor.share(what, n_in)

@@ -1,7 +1,7 @@
-"""Chooses the tiles that a GPU kernel measures: all that it supports, or a single one by number.
+"""Chooses the tile sizes that a GPU kernel is autotuned over: all that it supports, or a single one by number.
 
-Kernels measure their tiles at the first launch, and have to compile each. MST_SCALE_TILE=0 uses the first tile of every
-list instead, 1 the second (wrapping around in shorter lists): for checks of results, not of speed.
+Kernels compile and time their tile sizes at the first launch. MST_SCALE_TILE=0 uses the first of every list instead, 1
+the second (wrapping around in shorter lists). This is for tests of results, not of speed.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ VARIABLE = "MST_SCALE_TILE"
 
 
 def among(tiles: Sequence[T]) -> tuple[T, ...]:
-    """Return the tiles to choose from: all, or the one that MST_SCALE_TILE names."""
+    """Return the tile sizes to choose from: all, or the one that MST_SCALE_TILE selects."""
     number = os.environ.get(VARIABLE, "")
     if not number:
         return tuple(tiles)
     if not number.isdecimal():
-        raise UserError(f"{VARIABLE}={number}: give the number of a tile (0 for the first), or unset it to measure all")
+        raise UserError(f"{VARIABLE}={number} must be the number of a tile (0 for the first); unset it to autotune")
     return (tiles[int(number) % len(tiles)],)
 
 
 @contextlib.contextmanager
 def one() -> Iterator[None]:
-    """Inside this context kernels use one tile without measuring: the first, unless MST_SCALE_TILE names another."""
+    """Disable autotuning inside this context: kernels use the first tile size, or the one of MST_SCALE_TILE."""
     before = os.environ.get(VARIABLE)
     os.environ[VARIABLE] = before or "0"
     try:

@@ -1,7 +1,7 @@
-"""Rejects derivatives that hand-written gradients do not have, in one line that says what to do instead.
+"""Rejects derivatives that hand-written gradients do not support, with one line that says what to do instead.
 
-`check_not_transformed` is for the forward pass: torch.func and forward-mode AD would treat a kernel's result as a
-constant. `check_first_derivative` is for the backward pass: a gradient computed without autograd has no graph.
+`check_not_transformed` is called in the forward pass: torch.func and forward-mode AD would treat a kernel's result as a
+constant. `check_first_derivative` is called in the backward pass: a gradient computed without autograd has no graph.
 """
 
 from __future__ import annotations
@@ -13,28 +13,35 @@ from mst_scale.errors import UserError
 
 
 def check_not_transformed(what: str, fix: str, *tensors: torch.Tensor | None, vmap: bool = False) -> None:
-    """Raise UserError under a torch.func transform, or if a tensor has a forward-mode tangent.
+    """Check that no torch.func transform is active and that no tensor has a forward-mode tangent.
 
-    `what` names the computation; `fix` says what the user should do instead. `vmap` allows torch.func.vmap only.
+    Args:
+        what: the computation, for the message.
+        fix: what the user should do instead.
+        tensors: the inputs.
+        vmap: whether torch.func.vmap is supported.
+
+    Raises:
+        UserError: if one is.
     """
     if transformed(vmap) or has_tangent(*tensors):
         raise UserError(f"{what} cannot follow torch.func transforms or forward-mode AD; {fix}")
 
 
 def check_first_derivative(what: str, fix: str) -> None:
-    """Raise UserError in a backward pass that was called with create_graph=True."""
+    """Raise UserError in a backward pass with create_graph=True."""
     if torch.is_grad_enabled():
         raise UserError(f"{what} has no second derivatives, which create_graph=True requires; {fix}")
 
 
 def leave_graph(what: str, fix: str) -> None:
-    """Break a graph of torch.compile here, where it cannot trace; with fullgraph=True the error says why."""
+    """Break the graph of torch.compile; with fullgraph=True, torch reports this message as an error."""
     if torch.compiler.is_compiling():
         torch._dynamo.graph_break(msg=f"{what} cannot be traced by torch.compile; leave out fullgraph=True, or {fix}")
 
 
 def transformed(vmap: bool = False) -> bool:
-    """Return whether a torch.func transform is active; with `vmap`, one other than torch.func.vmap."""
+    """Return whether a torch.func transform is active, not counting torch.func.vmap if `vmap` is set."""
     if not torch._C._are_functorch_transforms_active():
         return False
     kinds = [level.key() for level in torch._C._functorch.get_interpreter_stack() or ()]

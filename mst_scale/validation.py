@@ -1,7 +1,7 @@
 """Blocks of the config: frozen pydantic dataclasses whose errors are one line with the dotted key.
 
-A block states for each key its type, its range, its default and its description. From that one statement come the
-validation, the error messages, the JSON schema (`config.schema`) and the tables of docs/config.md (`config.pages`).
+A block declares the type, range, default and description of each key. Validation, error messages, the JSON schema
+(`config.schema`) and the tables of docs/config.md (`config.pages`) are all derived from this declaration.
 """
 
 from __future__ import annotations
@@ -32,8 +32,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticCustomError, core_schema
 from typing_extensions import dataclass_transform
 
-from mst_scale.comm import format_value
-from mst_scale.errors import UserError
+from mst_scale.errors import UserError, format_value
 
 __all__ = [
     "MAX_SEED",
@@ -56,29 +55,29 @@ __all__ = [
 Block = TypeVar("Block")
 MILLION = 10**6
 MAX_SEED = 2**63 - 1  # torch and numpy take a signed 64-bit number
-MAX_STEPS = 10**7  # seventy times the paper's
-MAX_TOKENS = 2**24  # of a sequence or a vocabulary
+MAX_STEPS = 10**7  # the paper has 140,000
+MAX_TOKENS = 2**24  # in a sequence or a vocabulary
 NO_EFFECT: dict[str, Any] = {"changesResult": False}
 """`json_schema_extra` of a key that cannot change the result of a run, so that a resumed run may have another value."""
 _UNKNOWN = "unexpected_keyword_argument"  # pydantic's name for a key that a dataclass does not have
-# JSON has neither NaN nor Infinity, Python's reader does; a block is built when it is first used, as start-up is short
+# Python's JSON reader accepts NaN and Infinity, which are not JSON; deferring the build keeps imports fast
 _CONFIG = ConfigDict(extra="forbid", allow_inf_nan=False, defer_build=True)
 
 Duration = (
     Annotated[StrictInt, Field(ge=0, le=MAX_STEPS, description="steps")]
     | Annotated[StrictFloat, Field(ge=0, le=1, description="a share of the run")]
 )
-"""Steps if int, share of the run if float."""
+"""Steps if int, fraction of the run if float."""
 
 
 @dataclass(frozen=True)
 class ZeroOr:
-    """Annotates a number that is 0, with a meaning of its own, or lies in [least, most]."""
+    """Annotates a number that is in [least, most], or 0, which has a special meaning."""
 
     least: float
     most: float
     meaning: str
-    """What 0 means."""
+    """The meaning of 0."""
 
     def __str__(self) -> str:
         return f"0 ({self.meaning}) or a number from {self.least:g} to {self.most:g}"
@@ -102,11 +101,11 @@ def block(path: str, extra: Literal["forbid", "allow"] = "forbid") -> Callable[[
     """Make a class a block of the config.
 
     Args:
-        path: where the block stands, for messages: "mst.sparsity".
-        extra: "allow" for a block of DeepSpeed, of whose keys only some are validated.
+        path: the dotted key of the block, for messages: "mst.sparsity".
+        extra: "allow" for a block of DeepSpeed, of which only some keys are validated.
 
     Returns:
-        A decorator. The class becomes a frozen pydantic dataclass, which raises a UserError where it is made by hand.
+        A decorator that makes the class a frozen pydantic dataclass whose constructor raises UserError.
     """
 
     def made(cls: type[Block]) -> type[Block]:
@@ -119,7 +118,7 @@ def block(path: str, extra: Literal["forbid", "allow"] = "forbid") -> Callable[[
             except ValidationError as error:
                 raise UserError(_format(error, result, path)) from None
             finally:
-                result.__init__ = __init__  # the build that defer_build has put off replaces it
+                result.__init__ = __init__  # pydantic's deferred build has replaced it
 
         result.__init__ = __init__
         return typing.cast(type[Block], result)
@@ -132,12 +131,12 @@ def parse(cls: type[Block], values: Any, path: str, where: str) -> Block:
 
     Args:
         cls: the block.
-        values: what a config states of it.
+        values: the block in a config.
         path: the dotted key of the block.
         where: the name of the config, for messages.
 
     Raises:
-        UserError: one line that names the first wrong key, what it takes and, if it is misspelled, the nearest one.
+        UserError: names the first invalid key and its valid values, or the nearest name if the key is misspelled.
     """
     if not isinstance(values, dict):
         raise UserError(f"{where}: {path} must be an object, not {format_value(values)}")
@@ -150,7 +149,7 @@ def parse(cls: type[Block], values: Any, path: str, where: str) -> Block:
 
 @cache
 def _adapter(cls: Any, path: str) -> tuple[Any, TypeAdapter[Any]]:
-    """A block and its validator; a plain dataclass, the options of a method that a program registers, is made one."""
+    """Return a block and its validator; a plain dataclass (options of a registered method) becomes a block first."""
     known = cls if hasattr(cls, "__pydantic_fields__") else block(path)(cls)
     return known, TypeAdapter(known)
 
@@ -171,7 +170,7 @@ def keys_of(cls: Any, path: str) -> Iterator[tuple[str, FieldInfo]]:
 
 
 def _options(annotation: Any) -> tuple[Any, ...]:
-    """The alternatives of a type, each as it is annotated."""
+    """Return the members of a union, with their annotations."""
     if typing.get_origin(annotation) in (typing.Union, types.UnionType):
         return tuple(option for part in typing.get_args(annotation) for option in _options(part))
     return (annotation,)
@@ -181,27 +180,30 @@ def _options(annotation: Any) -> tuple[Any, ...]:
 
 
 def _format(error: ValidationError, cls: Any, path: str) -> str:
-    """The first mistake in one line. In a union the alternative that got furthest is the one that was meant."""
-    found = [(*_located(cls, path, each["loc"]), each) for each in error.errors(include_url=False)]
+    """Format the first error as one line. In a union, report the alternative whose error is nested deepest."""
+    found = [(*_locate(cls, path, each["loc"]), each) for each in error.errors(include_url=False)]
     unknown = [one for one in found if one[2]["type"] == _UNKNOWN]
     first = (unknown or found)[0][0]
-    key, field, mistake = max(
+    key, field, detail = max(
         (one for one in unknown or found if one[0].startswith(first) or first.startswith(one[0])),
         key=lambda one: one[0].count("."),
     )
-    if mistake["type"] == _UNKNOWN:
+    if detail["type"] == _UNKNOWN:
         return _format_unknown(cls, path, key)
-    if mistake["type"] == "value_error":
-        return str(mistake["ctx"]["error"])
+    if detail["type"] == "value_error":
+        return str(detail["ctx"]["error"])
     expected = "an object" if field is None else _describe(field.annotation, field.metadata)
-    return f"{key} must be {expected}, not {format_value(mistake['input'])}"
+    return f"{key} must be {expected}, not {format_value(detail['input'])}"
 
 
-def _located(cls: Any, path: str, location: tuple[int | str, ...]) -> tuple[str, FieldInfo | None]:
-    """The dotted key of a mistake and its field; pydantic also counts alternatives of a union and items of a list."""
+def _locate(cls: Any, path: str, location: tuple[int | str, ...]) -> tuple[str, FieldInfo | None]:
+    """Return the dotted key and the field of an error.
+
+    pydantic's location also contains members of unions and indices of lists, which are not part of the key.
+    """
     key, field, inside = path, None, [cls]
     for each in location:
-        positional = isinstance(each, int) and field is None  # an argument without a name
+        positional = isinstance(each, int) and field is None
         part = list(fields_of(cls))[int(each)] if positional else each
         holder = next((one for one in inside if part in fields_of(one)), None)
         if holder is not None:
@@ -214,18 +216,18 @@ def _located(cls: Any, path: str, location: tuple[int | str, ...]) -> tuple[str,
 
 
 def _format_unknown(cls: Any, path: str, key: str) -> str:
-    """A key that does not exist, with the one that was probably meant: the same name deeper, or one spelled alike."""
+    """Format an unknown key, and suggest the same name in a nested block or one with a similar spelling."""
     holder, _, name = key.rpartition(".")
     known = [other for other, _ in keys_of(cls, path)]
     deeper = [other for other in known if other.startswith(f"{holder}.") and other.rpartition(".")[2] == name]
-    beside = [other.rpartition(".")[2] for other in known if other.rpartition(".")[0] == holder]
-    near = deeper or [f"{holder}.{other}" for other in difflib.get_close_matches(name, beside, n=1, cutoff=0.0)]
-    hint = f"the nearest valid one is '{near[0]}'" if near else f"{holder} has none here"
+    siblings = [other.rpartition(".")[2] for other in known if other.rpartition(".")[0] == holder]
+    near = deeper or [f"{holder}.{other}" for other in difflib.get_close_matches(name, siblings, n=1, cutoff=0.0)]
+    hint = f"the nearest valid one is '{near[0]}'" if near else f"{holder} takes no keys here"
     return f"unknown key {format_value(key)}: {hint}"
 
 
 def _describe(annotation: Any, metadata: list[Any]) -> str:
-    """What a key takes: "an integer from 1 to 1,024 or null"."""
+    """Describe the valid values of a key: "an integer from 1 to 1,024 or null"."""
     return " or ".join(dict.fromkeys(_describe_one(option, metadata) for option in _options(annotation)))
 
 

@@ -15,6 +15,8 @@ from typing import Any
 
 import pytest
 
+from tests.support.quick import cover
+
 # Of a scheduler, a launcher or a user around us: each would change what the code under test does. Read here, before
 # torch is imported, which looks at some of them once.
 FOREIGN = ("SLURM_", "SBATCH_", "OMPI_", "PMI_", "PMIX_", "MST_", "NCCL_", "TORCHELASTIC_", "GROUP_", "ROLE_")
@@ -32,6 +34,31 @@ for number in SIGNALS:
     if signal.getsignal(number) is signal.SIG_IGN:
         signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
 BEGAN = time.time()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--quick", action="store_true",
+        help="leave out tests marked `full`, and cases of parametrized tests (tests/support/quick.py)",
+    )  # fmt: skip
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Keep what the quick run consists of."""
+    if not config.getoption("--quick"):
+        return
+    tests: dict[tuple[str, ...], list[pytest.Item]] = {}
+    for item in items:
+        if item.get_closest_marker("full") is None:
+            tests.setdefault((str(item.path), item.getparent(pytest.Module).name, item.originalname), []).append(item)
+    kept = {group[i] for group in tests.values() for i in cover([_values(item) for item in group])}
+    config.hook.pytest_deselected(items=[item for item in items if item not in kept])
+    items[:] = [item for item in items if item in kept]
+
+
+def _values(item: pytest.Item) -> tuple[str, ...]:
+    """One value for each `parametrize` of a test; a tuple of arguments that go together is one value."""
+    return tuple(item.callspec._idlist) if hasattr(item, "callspec") else ()
 
 
 @pytest.fixture(autouse=True)

@@ -1,4 +1,4 @@
-"""The parts of a GPU day in their order, the command that each belongs to, and where they run."""
+"""The parts of `gpu_day` in their order, and the command and device of each."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Keeps the results of a GPU day on disk, one JSON object a line, each there before the next case begins."""
+"""Stores the results of `gpu_day` on disk, one JSON object per line, each before the next case begins."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Book:
                 self.ends.append(line)
 
     def begin(self, machine: Row) -> None:
-        """Refuse results of another machine or another state of the code."""
+        """Reject results of another machine or another state of the code."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         if odd := [key for key in SAME if self.machine and self.machine.get(key) != machine.get(key)]:
             was, now = (", ".join(f"{key} {about.get(key)}" for key in odd) for about in (self.machine, machine))

@@ -1,4 +1,4 @@
-"""Asks whether a GPU computes what the definitions and the CPU do: kernels, topology steps, training."""
+"""Tests that a GPU computes the same as the definitions and the CPU: kernels, topology steps, training."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ class Attention:
 
 def of_finding(found: Finding) -> Row:
     """Return the row of a check of `mst doctor`."""
-    return {"said": found.said} | ({} if found.verdict == SKIP else {"fine": found.verdict != WRONG})
+    return {"said": found.message} | ({} if found.verdict == SKIP else {"fine": found.verdict != WRONG})
 
 
 def attention_case(where: Where, how: Attention) -> Row:

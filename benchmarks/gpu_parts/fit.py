@@ -1,4 +1,4 @@
-"""Compares the memory of real runs on a GPU with what `mst plan` says."""
+"""Compares the memory of real runs on a GPU with the prediction of `mst plan`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Writes the page of a GPU day: what came out, part by part, and the tables of the benchmarks."""
+"""Writes the page of `gpu_day`: the results of each part, and the tables of the benchmarks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Says what a part and a case of a GPU day are, and on what machine and with what bounds they run."""
+"""Defines the parts and cases of `gpu_day`, and the machine and limits with which they run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Measures on a GPU what is meant to be fast: a whole step, block linear layers, attention, the optimizer."""
+"""Measures speed on a GPU: a whole step, block linear layers, attention, the optimizer."""
 
 from __future__ import annotations
 

@@ -86,7 +86,7 @@ def section(plan: Plan, found: Sequence[Outcome], picture: str | None) -> list[s
     for (size, budget), each in differences(plan, found).items():
         rows = [[one.name, f"{one.mean:+.4f}", f"{one.error:.4f}", str(one.seeds), one.verdict] for one in each]
         parts += [
-            f"## Against {plan.reference}: {size}, {budget} tokens a parameter",
+            f"## Against {plan.reference}: {size}, {budget} tokens per parameter",
             *([picture] if picture and not parts else []),
             f"Of variants that spend its FLOPs within {ALIKE:.0%}, seed by seed; a difference counts beyond twice its "
             "standard error. By chance alone one in five does with three seeds, one in nine with five.",

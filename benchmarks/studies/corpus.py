@@ -1,12 +1,12 @@
-"""Makes the text that studies train on: English pages from the documentation packages of a Debian system.
+"""Creates the text that studies train on: English pages from the documentation packages of a Debian system.
 
     python -m mst_scale.benchmarks.studies.corpus --out corpora/study
     python -m mst_scale.benchmarks.studies.corpus --out corpora/study --packages git-doc bash-doc --tokenizer gpt2
 
-Packages come by `apt-get download` and are unpacked, not installed (`apt-get update` beforehand, where the lists are
-old). Their pages of HTML lose their markup; a paragraph that stood in an earlier page already is left out, and so is a
-page that is short or not English. What is left, in an order given by its digests, is OUT/text.jsonl, and with
-`mst data` OUT/train.bin, val.bin and meta.json. OUT/packages.txt names the packages with their versions.
+Packages are fetched by `apt-get download` and unpacked, not installed (run `apt-get update` first if the lists are
+old). HTML markup is removed, as are paragraphs of earlier pages and pages that are short or not English. The remaining
+pages, in the order of their digests, are written to OUT/text.jsonl, and by `mst data` to OUT/train.bin, val.bin and
+meta.json. OUT/packages.txt lists the packages with their versions.
 """
 
 from __future__ import annotations

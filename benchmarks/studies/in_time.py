@@ -1,21 +1,21 @@
-"""How much longer must dense training of the same model run to reach what a study's methods reach: in time, measured.
+"""Measures the time multiplier of a study's methods: how much longer dense training takes to reach the same loss.
 
     python -m mst_scale.benchmarks.studies.in_time [--study channels] [--widths 128 256 512] [--markdown | --json]
 
-A study says how many times its FLOPs a method is worth; FLOPs are not time. Here DeepSpeed engines of the study's model
-step in turns: dense, and with sparse single weights, blocks and channels. A run's time is that of its steps: of those
-that are as sparse as it gets, of dense ones, and between them by the number of living weights. `worth in time` is the
-time that dense training of the model needs for the loss, divided by the run's.
+A study gives the FLOP multiplier of a method, but FLOPs are not time. Here DeepSpeed engines of the study's model take
+steps in turn: dense, and with sparse single weights, blocks and channels. The time of a run is the sum of its steps:
+those at the highest sparsity and dense ones are measured, and others are interpolated by their number of active
+weights. The time multiplier is the time that dense training of the model needs to reach the loss, divided by the run's.
 
     weights    mst at that sparsity, its kernels chosen by mst.compute.backend = auto
     blocks     the same in blocks of 16 × 16 and 32 × 32
     channels   the same in whole channels (mst.topology.granularity = channel)
 
-Topology steps are left out: they are one step in a hundred. The wider models say how step times change with the width;
-their losses are not those of the study.
+Topology steps are left out, as they are one step in a hundred. The wider models show how step times change with the
+width; their losses are not those of the study.
 
-What `mst plan` expects of GPUs stands below: how much faster than dense a whole run with this schedule is. It is not
-measured. Worth in time there is worth in FLOPs, times that, over the reduction of FLOPs.
+The second table has what `mst plan` predicts for GPUs: how much faster than dense a whole run with this schedule is. It
+is not measured. The time multiplier is then the FLOP multiplier, times this speedup, divided by the FLOP reduction.
 """
 
 from __future__ import annotations
@@ -137,7 +137,7 @@ def _experiment(plan: Plan, cell: Cell) -> Experiment:
 
 
 def run_seconds(experiment: Experiment, steps: Steps) -> float:
-    """Of all its steps; between the sparsest ones and dense ones by the share of weights that live."""
+    """Return the time of all steps, interpolated between the sparsest and the dense ones by active weights."""
     sparse, schedule = 1 - experiment.mst.sparsity.max, experiment.schedule
     of_dense, total = statistics.median(steps.dense), 0.0
     weights_from = getattr(experiment.mst.options, "weights_from", 0.0) * experiment.training.steps
@@ -148,20 +148,20 @@ def run_seconds(experiment: Experiment, steps: Steps) -> float:
     for step in range(experiment.training.steps):
         kind = "channels" if step < weights_from else kept
         of_sparse = statistics.median(steps.sparse[kind, density_of(experiment)])
-        living = 1 - schedule.at(step).sparsity
-        total += of_sparse + (of_dense - of_sparse) * max(0.0, living - sparse) / (1 - sparse)
+        density = 1 - schedule.at(step).sparsity
+        total += of_sparse + (of_dense - of_sparse) * max(0.0, density - sparse) / (1 - sparse)
     return total / 1e3
 
 
 def rows_of(plan: Plan, steps: Steps) -> list[dict[str, Any]]:
-    """By method; the rival is dense training of the model for as long as it takes to that loss."""
+    """Return one row per method; the baseline is dense training of the model until it reaches the same loss."""
     cells, found = _cells(plan), []
-    told = {row["variant"]: row for row in cells if not row["dense"]}
+    sparse = {row["variant"]: row for row in cells if not row["dense"]}
     whole = next(row["flops"] / row["share"] for row in cells if row["dense"])
     for cell in plan.cells():
-        row = told.get(cell.variant)
-        worth = None if row is None else row["worth_same_model_paper"]
-        if row is None or worth is None:
+        row = sparse.get(cell.variant)
+        multiplier = None if row is None else row["worth_same_model_paper"]
+        if row is None or multiplier is None:
             continue
         experiment = _experiment(plan, cell)
         seconds, of_dense = run_seconds(experiment, steps), statistics.median(steps.dense)
@@ -171,12 +171,12 @@ def rows_of(plan: Plan, steps: Steps) -> list[dict[str, Any]]:
             {
                 "variant": cell.variant,
                 "val_loss": row["val_loss"],
-                "worth": worth,
+                "flop_multiplier": multiplier,
                 "ours_ms": 1e3 * seconds / experiment.training.steps,
-                "rival": "the same model, dense, trained as long as it takes to that loss",
-                "rival_ms": of_dense,
-                "speedup": in_time * worth["value"],
-                "speedup_range": [in_time * worth[end] for end in ("low", "high") if worth[end] is not None],
+                "baseline": "the same model, dense, trained until it reaches the same loss",
+                "baseline_ms": of_dense,
+                "speedup": in_time * multiplier["value"],
+                "speedup_range": [in_time * multiplier[end] for end in ("low", "high") if multiplier[end] is not None],
             }
         )
     return found
@@ -222,14 +222,15 @@ def table(rows: Sequence[Mapping[str, Any]], steps: Sequence[Steps], on_gpus: Se
         [
             row["variant"],
             f"{row['val_loss']:.4f}",
-            f"{row['worth']['bound']}{row['worth']['value']:.2f}{spread(row['worth']['low'], row['worth']['high'])}",
+            f"{m['bound']}{m['value']:.2f}{spread(m['low'], m['high'])}",
             f"{row['ours_ms']:.1f}",
-            f"{row['rival_ms'] / row['ours_ms']:.2f}",
-            f"{row['worth']['bound']}{row['speedup']:.2f}{spread(*(row['speedup_range'] or (None, None)))}",
+            f"{row['baseline_ms'] / row['ours_ms']:.2f}",
+            f"{m['bound']}{row['speedup']:.2f}{spread(*(row['speedup_range'] or (None, None)))}",
         ]
         for row in rows
+        for m in [row["flop_multiplier"]]
     ]
-    head = ["method", "validation loss", "worth in FLOPs", "mean step ms", "faster than dense", "worth in time"]
+    head = ["method", "validation loss", "FLOP multiplier", "mean step ms", "faster than dense", "time multiplier"]
     times = [
         [found.width, kind, f"{1 - density:.0%}" if density < 1 else "", *_step(of, found.dense)]
         for found in steps

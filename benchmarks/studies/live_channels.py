@@ -1,7 +1,7 @@
-"""Defines the method `channels` of the study of that name, whose runs are recorded; its code is gone.
+"""Defines the method `channels` of the study of the same name, whose runs are recorded but whose code was removed.
 
-It was a prototype that pruned and grew whole inner channels, on an engine that has been replaced since. The records and
-the page remain. Plans, digests and FLOPs of the recorded runs need the method's settings only.
+It was a prototype that pruned and grew whole inner channels, for an earlier engine. Plans, digests and FLOPs of the
+recorded runs only need the settings of the method.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Reads the records of a study: which runs are still wanted, and what each cell has reached at its best rate.
+"""Evaluates the records of a study: the runs that are still missing, and the loss of each cell at its best rate.
 
-It also finds the dense runs of other studies that this study's methods must be compared with.
+It also finds the dense runs of other studies with which this study's methods are compared.
 """
 
 from __future__ import annotations

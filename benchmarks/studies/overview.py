@@ -57,7 +57,7 @@ RECIPES = {  # recipe -> study -> the variants that use it, at any width and len
 }
 FILLED = {BEST: "full", TO_THE_END: "none", LEAN: "left"}
 AGAINST = {"same model": True, "all sizes": False}
-WORTHS = (0.7, 1.0, 1.5, 2.0, 3.0)
+TICKS = (0.7, 1.0, 1.5, 2.0, 3.0)
 BOUNDS = {"": "", AT_LEAST: ", at least", AT_MOST: ", at most"}
 
 
@@ -70,7 +70,7 @@ class Setting:
     weights: int
     tokens: float
     flops: float
-    worth: dict[tuple[str, str], Multiplier]
+    multipliers: dict[tuple[str, str], Multiplier]
 
     @property
     def tokens_per_weight(self) -> float:
@@ -111,7 +111,7 @@ def settings(results: Path) -> list[Setting]:
 def written(results: Path) -> Path:
     """Write overview.md and its picture; return the page's path."""
     found = settings(results)
-    head = ["recipe", "parameters", "tokens a parameter", "FLOPs", "study"]
+    head = ["recipe", "parameters", "tokens per parameter", "FLOPs", "study"]
     columns = [(accounting, baselines) for accounting in ACCOUNTINGS for baselines in AGAINST]
     head += [f"{baselines}{'' if accounting == 'paper' else ', causal'}" for accounting, baselines in columns]
     lines = [
@@ -122,22 +122,22 @@ def written(results: Path) -> Path:
             f"{one.flops:.2g}",
             f"[`{one.study}`]({one.study}.md)",
         ]
-        + [str(one.worth.get(key, "–")) for key in columns]
+        + [str(one.multipliers.get(key, "–")) for key in columns]
         for one in found
     ]
     plot = drawn(found)
     path = results / "overview.md"
-    shown = picture(plot, results / plot.key, "Worth of the best recipes over the FLOPs of a run, by size of the model")
+    shown = picture(plot, results / plot.key, "FLOP multiplier of the best recipes over the FLOPs of a run")
     path.write_text(
-        "# What Mixed Sparsity Training is worth, by recipe, size and length\n\n"
-        "`python -m mst_scale.benchmarks.studies.overview`, which reads the studies' runs and makes none.\n\n"
+        "# FLOP multipliers of Mixed Sparsity Training by recipe, size and length\n\n"
+        "`python -m mst_scale.benchmarks.studies.overview`, which uses the records of all studies.\n\n"
         f"{shown}\n\n{plot.caption}\n\n{grid(head, lines)}\n"
     )
     return path
 
 
 def drawn(found: Sequence[Setting]) -> Plot:
-    """Two panels over one axis of FLOPs: one color per model size, and tokens per parameter beside each point."""
+    """Two panels over one axis of FLOPs: one color per model size, and tokens per parameter next to each point."""
     sizes = list(dict.fromkeys(one.size for one in found))
 
     def draw(figure: Figure, theme: Theme) -> None:
@@ -149,15 +149,15 @@ def drawn(found: Sequence[Setting]) -> Plot:
         panels = figure.subplots(1, len(AGAINST), sharey=True)
         for axes, baselines in zip(panels, AGAINST, strict=True):
             _panel(axes, found, baselines, looks, theme)
-        panels[0].set_ylabel("worth, paper accounting")
+        panels[0].set_ylabel("FLOP multiplier, paper accounting")
         legend(figure, [Line2D([], [], label=size, **look) for size, look in looks.items()], columns=len(sizes))
 
     caption = (
-        "Worth: the FLOPs that dense training needs for the loss that was reached, divided by those that were spent, "
-        "against the same model trained for a shorter time and against the best of dense models of several sizes. "
-        "Above the line it pays. Numbers are tokens a parameter, bars 95 % intervals over seeds. "
-        "Full: `mst-best`. Hollow: with attention that stays sparse to the end, and in use. Half: `mst-lean`, which "
-        "is sparse from the first step too."
+        "FLOP multiplier: the FLOPs that dense training needs to reach the same loss, divided by those of the run, "
+        "compared with the same model trained for a shorter time and with the best of dense models of several sizes. "
+        "Above the line sparse training pays off. Numbers are tokens per parameter, bars 95 % intervals over seeds. "
+        "Filled: `mst-best`. Hollow: the same with attention that stays sparse to the end and in evaluation. "
+        "Half-filled: `mst-lean`, whose weights are also sparse from the first step."
     )
     return Plot("overview", caption, draw, 3.9)
 
@@ -167,7 +167,7 @@ def _panel(
 ) -> None:
     axes.axhline(1.0, color=theme.axis, linewidth=1.4)
     for one in found:
-        read = one.worth.get(("paper", baselines))
+        read = one.multipliers.get(("paper", baselines))
         if read is None:
             continue
         x, look = one.flops / 1e12, looks[one.size]
@@ -183,7 +183,7 @@ def _panel(
     axes.margins(x=0.08)
     spent = [one.flops / 1e12 for one in found]
     ratio_axis(axes.xaxis, min(spent), max(spent))
-    axes.set_yticks(WORTHS, [f"{value:g}" for value in WORTHS])
+    axes.set_yticks(TICKS, [f"{value:g}" for value in TICKS])
     axes.set_yticks([], minor=True)
     axes.set_ylim(0.6, 3.5)
     axes.set_xlabel("training FLOPs (TFLOP)")

@@ -1,4 +1,4 @@
-"""Writes a study's page (NAME.md) and figures from its plan and the records of runs alone."""
+"""Writes a study's page (NAME.md) and figures from its plan and the records of its runs."""
 
 from __future__ import annotations
 
@@ -60,10 +60,10 @@ def written(plan: Plan, rows: Mapping[str, Row], data: str, folder: Path, pictur
     parts = [f"# {plan.question}", f"`mst bench study {plan.name}`", f"**Success, as planned:** {plan.success}"]
     if found:
         each = {**_plots(plan, found, others), **against.plots(plan, found)}
-        over_flops, worth, differs = (f"{plan.name}-{name}" for name in ("paper", "worth-paper", "against"))
+        over_flops, gains, differs = (f"{plan.name}-{name}" for name in ("paper", "multipliers-paper", "against"))
         shown = {
             name: picture(each[name][1], folder / name, each[name][0])
-            for name in (over_flops, differs if differs in each else worth)
+            for name in (over_flops, differs if differs in each else gains)
             if name in each
         }
         if pictures is not None:
@@ -86,7 +86,7 @@ def _about(found: list[Outcome], plan: Plan) -> str:
     commits = sorted({(row["commit"] or "unknown")[:10] for one in found for row in one.runs.values()})
     return (
         f"{versions}, {_precision(plan)} on a CPU, one process, commit {', '.join(commits)}; corpus {last['corpus']}. "
-        "What is not there yet is not in the tables."
+        "The tables show finished runs only."
     )
 
 
@@ -102,8 +102,8 @@ def _plots(plan: Plan, found: list[Outcome], others: Others) -> dict[str, tuple[
         alt = f"Validation loss over FLOPs: the dense frontier as a line, methods as points, {accounting} accounting"
         plots[f"{plan.name}-{accounting}"] = (alt, frontier_chart(methods, accounting, elsewhere))
         if (each := multipliers_chart(methods, accounting, elsewhere)) is not None:
-            alt = f"What the FLOPs of each method are worth, {accounting} accounting"
-            plots[f"{plan.name}-worth-{accounting}"] = (alt, each)
+            alt = f"FLOP multiplier of each method, {accounting} accounting"
+            plots[f"{plan.name}-multipliers-{accounting}"] = (alt, each)
     return plots
 
 
@@ -117,7 +117,7 @@ def _tables(plan: Plan, found: list[Outcome], others: Others) -> list[str]:
             if not any(method.dense for method in methods):
                 kept = [i for i, name in enumerate(head) if name not in HEAD or name in WITHOUT_DENSE]
                 head, lines = [head[i] for i in kept], [[one[i] for i in kept] for one in lines]
-            parts += [f"## {size}, {budget} tokens a parameter", grid(head, lines)]
+            parts += [f"## {size}, {budget} tokens per parameter", grid(head, lines)]
     return parts
 
 
@@ -126,40 +126,42 @@ def _line(one: Outcome, methods: list[Method]) -> list[str]:
 
 
 def _notes(found: list[Outcome], others: Others) -> str:
-    said = [
-        "± and intervals are Student's t at 95 % over seeds (with one seed there is none). FLOPs are all of a run's, "
-        f"the optimizer's {UPDATE_FLOPS} a weight and step too, but for what functions of weights compute of "
-        "themselves (the search for the largest weights, say)."
+    notes = [
+        "± and intervals are Student's t at 95 % over seeds (there are none for a single seed). FLOPs are those of the "
+        f"whole run, including the optimizer's {UPDATE_FLOPS} per weight and step, but without the operations of "
+        "weight functions themselves (such as the search for the largest weights)."
     ]
     if any(one.method.dense for one in found):
-        said.append(
-            "A worth is the FLOPs that dense training needs for the loss, divided by those spent, read off the lower "
-            "convex hull of the dense runs in the logarithms of both, seed by seed, a dense run of one seed by all; "
-            "where a seed lies outside of its dense runs, means are compared and there is no interval. ≥ and ≤ are "
-            "bounds: no dense run there was worse, or better."
+        notes.append(
+            "The FLOP multiplier is the FLOPs that dense training needs to reach the same loss, divided by those of "
+            "the run. It is read off the lower convex hull of the dense runs in logarithmic coordinates, separately "
+            "for each seed; a dense run with a single seed is used for all. If a seed lies outside of its dense runs, "
+            "means are compared and there is no interval. ≥ and ≤ are bounds: no dense run was worse, or better."
         )
     if others:
-        said.append(
-            "Dense runs of other studies that read the same text with the same seeds are among the rivals: of "
+        notes.append(
+            "The baselines include dense runs of other studies on the same text with the same seeds: "
             + ", ".join(f"[`{name}`]({name}.md)" for name in others)
             + "."
         )
     if any(one.edge for one in found):
-        said.append("\\* the best rate is the least or the greatest of the grid: beyond it may lie a better one.")
+        notes.append("\\* The best rate is the lowest or highest of the grid, so that a better one may lie outside.")
     extra = [
         row["flops_topology"] / row["flops"] for one in found for row in one.runs.values() if row["flops_topology"]
     ]
     if extra:
-        said.append(
+        notes.append(
             f"Dense gradients at topology steps are {min(extra):.1%} to {max(extra):.1%} of the FLOPs of runs that "
-            "have them (an upper bound, `flops_topology` in the runs' file)."
+            "need them (an upper bound, `flops_topology` in the records)."
         )
-    return "\n\n".join(said)
+    return "\n\n".join(notes)
 
 
 def _law(plan: Plan, found: list[Outcome], data: str) -> list[str]:
-    """How far each setting lies from the law of average weights, fitted to dense runs and to all; empty if there is no
-    dense run."""
+    """Return the distance of each setting from the law of average weights, fitted to dense runs and to all runs.
+
+    The result is empty if there is no dense run.
+    """
     if not any(one.method.dense for one in found):
         return []
     spots = []
@@ -179,28 +181,29 @@ def _law(plan: Plan, found: list[Outcome], data: str) -> list[str]:
         + [f"{spot.loss - fitted.loss(spot.weights, spot.tokens):+.4f}" if its else "–" for _, fitted in laws]
         for one, spot, its in zip(found, spots, usual, strict=True)
     ]
-    said = "; ".join(f"{name}: {fitted}" for name, fitted in laws)
+    formulas = "; ".join(f"{name}: {fitted}" for name, fitted in laws)
     about = (
-        "Active weights (the mean over a run's steps) and tokens give a loss by the law of average weights "
-        f"([Jin et al. 2025](https://arxiv.org/abs/2501.12486)), fitted here; {said}. Below 0 a setting has learned "
-        "more than its weights and tokens explain. Other exponents fit nearly as well: compare settings, and read "
-        "nothing into the law's numbers. Runs that have grown, and those of another optimizer, have no place in it."
+        "The law of average weights ([Jin et al. 2025](https://arxiv.org/abs/2501.12486)) predicts the loss from the "
+        f"number of active weights (the mean over a run's steps) and the number of tokens. It is fitted here; "
+        f"{formulas}. Below 0, a setting has learned more than its weights and tokens explain. Other exponents fit "
+        "nearly as well, so only settings should be compared, and the constants have no meaning. Runs that grow from a "
+        "smaller model, and those with another optimizer, are left out."
     )
     return ["## The law of average weights", about, grid(head, lines)]
 
 
 def _all_runs(plan: Plan, rows: Mapping[str, Row], data: str, folder: Path) -> str:
-    """The plan's runs that have been made, in its order; recorded runs that the plan no longer asks for (an earlier
-    rate or length); and the number of runs still to be made."""
+    """Return the finished runs of the plan, in its order; recorded runs that are no longer part of it (an earlier rate
+    or length); and the number of runs that have not finished."""
     sure = wanted(plan, rows, data)[0]
     digests = {one.digest for one in sure}
     made = [rows[one.digest] for one in sure if one.digest in rows]
     mine = records.latest(records.path_of(plan.name, folder))
     lines = [_of_run(row, "") for row in made]
-    lines += [_of_run(row, "no longer asked for") for digest, row in mine.items() if digest not in digests]
+    lines += [_of_run(row, "no longer planned") for digest, row in mine.items() if digest not in digests]
     table = grid(["run", "cell", "rate", "seed", "steps", "validation loss", "status", "reason"], lines)
     to_come = len(sure) - len(made)
-    return f"{table}\n\n{to_come} runs of the plan are to come." if to_come else table
+    return f"{table}\n\n{to_come} runs of the plan have not finished." if to_come else table
 
 
 def _of_run(row: Row, note: str) -> list[Any]:

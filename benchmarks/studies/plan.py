@@ -161,7 +161,7 @@ class Cell:
 
     def __str__(self) -> str:
         share = "" if self.share == 1 else f" × {self.share:g}"
-        return f"{self.variant}{share}, {self.size}, {self.budget} tokens a parameter"
+        return f"{self.variant}{share}, {self.size}, {self.budget} tokens per parameter"
 
 
 @dataclass(frozen=True)

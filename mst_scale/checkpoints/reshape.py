@@ -19,7 +19,7 @@ from mst_scale.checkpoints import mask_files, store
 from mst_scale.checkpoints.store import PARTIAL, UNIVERSAL
 from mst_scale.comm import Damaged
 from mst_scale.errors import UserError
-from mst_scale.zero_shards import universal
+from mst_scale.zero_shards import compact_files, universal
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,8 @@ def reshape(path: Path, out: Path | None = None) -> Reshaped:
     try:
         step = universal.convert(source, draft)
         if (source / mask_files.FOLDER).is_dir():
-            shutil.copytree(source / mask_files.FOLDER, draft / mask_files.FOLDER)
+            without = shutil.ignore_patterns(compact_files.NAME)  # the copy holds whole matrices
+            shutil.copytree(source / mask_files.FOLDER, draft / mask_files.FOLDER, ignore=without)
         manifest = store.head(source) or {}
         kept = ("tag", "step", "batch", "micro", "ranks", "optimizer")
         about: dict[str, Any] = {key: manifest[key] for key in kept if key in manifest}

@@ -49,6 +49,8 @@ def warm_start(engine: Any, checkpoint: Path | str, *, weights_only: bool = Fals
     source = Path(checkpoint)
     if engine.global_steps:
         raise UserError("warm_start comes before the first step: this engine has taken some")
+    if not weights_only:
+        engine.mst.loading(source)
     state = take_weights(engine, source)
     if weights_only:
         engine.mst.begin_with_these_weights()

@@ -1,4 +1,4 @@
-"""The `mst` command: what can be done with data, configs and runs.
+"""The `mst` command prepares data, checks configs and machines, and inspects runs.
 
 Exit codes: 0 success, 1 failure, 2 usage error, 3 diverged. Usage errors print one line; set MST_TRACEBACK=1 for a full
 traceback.
@@ -29,6 +29,7 @@ VERBS = {  # command -> module of this package
     "export": "checkpoints",
     "report": "report",
     "eval": "eval",
+    "generate": "generate",
     "bench": "bench",
 }
 
@@ -39,7 +40,7 @@ def parser() -> Parser:
         prog="mst",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        epilog="mst COMMAND --help describes a command and has examples, as mst data --help",
+        epilog="mst COMMAND --help describes a command and shows examples.",
     )
     top.add_argument("--version", action=_Version, nargs=0, help="print the versions of mst_scale, torch and DeepSpeed")
     subparsers = top.add_subparsers(dest="verb", required=True, metavar="COMMAND")
@@ -54,11 +55,11 @@ def add_command(
     """Add a command and return its parser.
 
     Args:
-        subparsers: Those of `mst`.
-        name: The command.
-        run: What it does; returns the exit code.
+        subparsers: The subparsers of `mst`.
+        name: The name of the command.
+        run: The function that runs it and returns the exit code.
         help: One line for `mst --help`.
-        text: Its own help: a description and, after a line "examples:", examples.
+        text: The help of the command: a description and, after a line "examples:", examples.
     """
     about, _, examples = text.partition("\nexamples:\n")
     command: argparse.ArgumentParser = subparsers.add_parser(
@@ -73,7 +74,7 @@ def add_command(
 
 
 def align(rows: Sequence[Sequence[str]], left: Sequence[int]) -> list[str]:
-    """Return the rows as lines whose columns are aligned: those in `left` to the left, all others to the right."""
+    """Format rows as lines with aligned columns: those in `left` are left-aligned, all others right-aligned."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return [
         "  ".join(
@@ -85,7 +86,7 @@ def align(rows: Sequence[Sequence[str]], left: Sequence[int]) -> list[str]:
 
 
 class _Version(argparse.Action):
-    """Prints what is installed, from the packages' metadata: none of them is imported."""
+    """Prints the installed versions from the packages' metadata, without importing them."""
 
     def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
         print(f"mst_scale {mst_scale.__version__} (torch {_installed('torch')}, DeepSpeed {_installed('deepspeed')})")
@@ -109,7 +110,7 @@ def main(argv: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         return _fail("stopped", 1)
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the reader (head, less) has left
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the reader (head, less) has exited
         return 1
     except Exception as error:
         if comm.several():

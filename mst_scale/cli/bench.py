@@ -1,4 +1,4 @@
-"""`mst bench WHAT`: runs the programs in benchmarks/, each of which measures against its strongest baseline."""
+"""Runs `mst bench WHAT`: the programs in benchmarks/, each of which compares with the strongest baseline."""
 
 from __future__ import annotations
 
@@ -11,31 +11,32 @@ from mst_scale.cli import add_command
 from mst_scale.comm import logger
 
 TEXT = """\
-Measure on this machine. Our code and the baseline alternate within one run.
+Run a benchmark on this machine. Our code and the baseline alternate within one run.
 
-  attention         Hybrid Sparse Attention against causal flash attention and FlexAttention
-  baselines         every method at one small size and equal FLOPs: the study of that name
+  attention         Hybrid Sparse Attention compared with causal flash attention and FlexAttention
+  baselines         every method at one small size and equal FLOPs (the study of the same name)
   compiled          every Triton kernel compiled for A100 and H100: registers, shared memory, occupancy; needs no GPU
-  gpu_day           everything that has to be measured on a GPU, in one go: correctness, speed, memory
+  generate          text from sparse weights against the same model dense, transformers, and a smaller dense model
+  gpu_day           all measurements that need a GPU, in one program: correctness, speed, memory
   grown_weights     the first updates of grown weights and the loss around topology steps, with and without seeded
                     second moments
-  linear            a sparse linear layer against a dense one on the CPU; --tune measures the crossovers that `auto`
-                    reads; --device cuda: blocks against cuBLAS, product by product
+  linear            a sparse linear layer compared with a dense one on the CPU; --tune measures the crossovers that
+                    `auto` uses; --device cuda: blocks compared with cuBLAS for each product
   logging_overhead  the cost of recording weights for TensorBoard and the report, relative to the steps in between
-  long              a layer of GPT-2 small at 4k to 32k tokens: sparse attention against dense flash attention
-  pruning           whether weights trained with MST lose less from pruning than dense ones
-  quality           what a choice costs in validation loss: single weights, blocks, dense and tiny models
-  scaling           `step` on 1, 2, 4 … processes, weak and strong scaling, as a picture
-  step              a training step in every phase: MST against dense, its parts, memory, FLOP/s, collectives;
+  long              a layer of GPT-2 small at 4k to 32k tokens: sparse attention compared with dense flash attention
+  pruning           whether pruning costs weights trained with MST less loss than dense ones
+  quality           the validation loss of single weights, blocks, dense and tiny models
+  scaling           `step` on 1, 2, 4 … processes: weak and strong scaling, as a picture
+  step              a training step in every phase: MST compared with dense, its parts, memory, FLOP/s, collectives;
                     --device cuda: 124M to 6.7B parameters in blocks on one GPU, as many layers as fit
-  structured        layers of monarch and pixelfly against dense ones, on the CPU or --device cuda
+  structured        layers of monarch and pixelfly compared with dense ones, on the CPU or --device cuda
   study             a planned set of runs over sizes, lengths, methods and seeds: the FLOP multiplier of each method
-  topology          one topology step against a full top-k and against torch.kthvalue
-  training          what our training loop and the masks add to a bare DeepSpeed step
+  topology          one topology step compared with a full top-k and with torch.kthvalue
+  training          the overhead of our training loop and of the masks over a plain DeepSpeed step
 
-The words after WHAT go to that program; `mst bench WHAT --help` lists its options. --json prints
-{"machine": …, "rows": [{…, "ours_ms", "baseline", "baseline_ms", "speedup"} …]}, --markdown the table that is kept in
-benchmarks/results/. A row that cannot be measured here has "speedup": null and a reason.
+The arguments after WHAT are passed to that program; `mst bench WHAT --help` lists its options. --json prints
+{"machine": …, "rows": [{…, "ours_ms", "baseline", "baseline_ms", "speedup"} …]}, and --markdown prints the table that
+is kept in benchmarks/results/. A row that cannot be measured here has "speedup": null and a reason.
 
 examples:
   mst bench attention --device cpu --quick
@@ -44,8 +45,8 @@ examples:
   mst bench step --config gpt2_small --set model.n_layer=2 --set bf16.enabled=false --micro-batch-size 1
 """
 PROGRAMS = (  # modules of mst_scale.benchmarks
-    "attention", "baselines", "compiled", "gpu_day", "grown_weights", "linear", "logging_overhead", "long", "pruning",
-    "quality", "scaling", "step", "structured", "study", "topology", "training",
+    "attention", "baselines", "compiled", "generate", "gpu_day", "grown_weights", "linear", "logging_overhead", "long",
+    "pruning", "quality", "scaling", "step", "structured", "study", "topology", "training",
 )  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""`mst inspect`, `masks`, `reshape` and `export`: read a checkpoint, and write it in another form."""
+"""Runs `mst inspect`, `masks`, `reshape` and `export`, which read a checkpoint or write it in another form."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ def add(subparsers: Any) -> None:
 INSPECT = """\
 Print the step, phase and sparsity of a checkpoint, and the mask of every sparse parameter.
 
-PATH is the folder of a checkpoint, or of a run: then its latest complete checkpoint. Folders written by Trainer,
-Accelerate or engine.save_checkpoint are read too. The sha256 of a mask depends neither on the number of ranks that
-saved it nor on the ZeRO stage. --json prints
+PATH is the folder of a checkpoint, or of a run, whose latest complete checkpoint is used. Folders written by Trainer,
+Accelerate or engine.save_checkpoint work too. The sha256 of a mask does not depend on the number of ranks that saved
+it or on the ZeRO stage. --json prints
 {"checkpoint", "step", "phase", "sparsity", "target_sparsity", "granularity",
 "layers": [{"name", "shape", "active", "density", "ever_active", "sha256"} …],
 "dead_units": {kind: [dead, all]}}
-where dead units (neurons of an MLP, channels of a head) are those whose weights are all zero. A run trained without
-sparsity has phase "dense" and no layers.
+where dead units (neurons of an MLP, channels of a head) are those whose weights are all zero. A run that was trained
+without sparsity has phase "dense" and no layers.
 
 examples:
   mst inspect runs/demo
@@ -86,7 +86,7 @@ def _format_masks(report: Report) -> str:
 MASKS = """\
 Write the masks of SOURCE to OUT, a safetensors file with one bool tensor per parameter, true where a weight is active.
 
-SOURCE is a checkpoint or a run; a folder of transformers, whose zeros are the masks; or a file of masks, to convert.
+SOURCE is a checkpoint or a run; a transformers folder, whose zeros become the masks; or a mask file to convert.
 --packed writes one bit per weight (uint8, in the order of numpy.packbits; the shapes are in the file's metadata).
 A run uses such a file with "mst": {"method": "fixed", "masks": OUT}; notebooks read it with safetensors' load_file.
 --json prints {"out", "matrices", "weights", "kept"}.
@@ -100,7 +100,7 @@ examples:
 def _add_masks(subparsers: Any) -> None:
     command = add_command(subparsers, "masks", _write_masks, "write masks for other tools, and for method fixed", MASKS)
     option = command.add_argument
-    option("source", metavar="SOURCE", type=Path, help="a checkpoint, a run, a model's folder, a mask file")
+    option("source", metavar="SOURCE", type=Path, help="a checkpoint, a run, a model folder or a mask file")
     option("out", metavar="OUT", type=Path, help="file to write, NAME.safetensors")
     option("--packed", action="store_true", help="write one bit per weight")
     option("--json", action="store_true", help="print one JSON object")
@@ -110,7 +110,7 @@ def _write_masks(args: argparse.Namespace) -> int:
     from mst_scale.checkpoints import open_masks
 
     if args.out.exists():
-        raise UserError(f"{args.out} is there already: remove it, or name another file")
+        raise UserError(f"{args.out} already exists: remove it, or choose another file")
     weights = kept = 0
 
     def counted(masks: open_masks.Named) -> Iterator[Any]:
@@ -134,14 +134,15 @@ RESHAPE = """\
 Copy a checkpoint into a form that any number of ranks and any ZeRO stage can load: DeepSpeed's universal layout, with
 the masks. Weights, optimizer states, step and masks are bit-identical.
 
-PATH is the folder of a checkpoint, or of a run: then its latest complete checkpoint. The copy is the folder `universal`
-in it, which `mst_scale.pretrain --out RUN` finds by itself, or OUT: a new run if PATH is a run, a checkpoint if PATH is
-one. Your own training loop loads it with {"checkpoint": {"load_universal": true}} in its DeepSpeed config and
-engine.load_checkpoint(FOLDER, tag=NAME), where FOLDER/NAME is the copy. It needs 12 bytes per parameter.
+PATH is the folder of a checkpoint, or of a run, whose latest complete checkpoint is used. The copy is written to the
+folder `universal` in the checkpoint, where `mst_scale.pretrain --out RUN` finds it, or to OUT, which becomes a run if
+PATH is a run and a checkpoint if PATH is one. A custom training loop loads it with
+{"checkpoint": {"load_universal": true}} in its DeepSpeed config and engine.load_checkpoint(FOLDER, tag=NAME), where
+FOLDER/NAME is the copy. It takes 12 bytes per parameter.
 
 It contains the states of Adam and similar optimizers. With other optimizers, or with frozen parameters, call
-mst_scale.warm_start(engine, FOLDER) in your own training loop: weights, masks and step continue, and the optimizer
-starts fresh.
+mst_scale.warm_start(engine, FOLDER) in your training loop: weights, masks and step continue, and the optimizer starts
+with empty states.
 
 examples:
   mst reshape runs/demo                             # then start runs/demo again on any number of ranks
@@ -159,7 +160,7 @@ def _add_reshape(subparsers: Any) -> None:
         RESHAPE,
     )
     command.add_argument("path", metavar="PATH", help="a checkpoint or a run")
-    command.add_argument("out", metavar="OUT", nargs="?", help="where the copy goes (default: inside the checkpoint)")
+    command.add_argument("out", metavar="OUT", nargs="?", help="destination (default: inside the checkpoint)")
     command.add_argument("--json", action="store_true", help="print one JSON object")
 
 
@@ -174,13 +175,13 @@ def _reshape(args: argparse.Namespace) -> int:
         print(json.dumps(done.to_dict()))
         return 0
     content = f"{done.parameters} parameters, {done.masks} masks, {done.bytes / 1e6:,.1f} MB"
-    print(f"{done.universal}: {content}, {f'made in {done.seconds:.1f} s' if done.seconds else 'was there already'}")
+    print(f"{done.universal}: {content}, {f'written in {done.seconds:.1f} s' if done.seconds else 'already existed'}")
     print("any number of ranks at any ZeRO stage can continue from it")
     return 0
 
 
 def _read_files_only() -> None:
-    """Keep DeepSpeed, which unpickling imports, from looking for a GPU, which it would report on stdout."""
+    """Keep DeepSpeed, which unpickling imports, from detecting a GPU and printing messages to stdout."""
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
 
@@ -191,26 +192,33 @@ Write a folder that transformers.AutoModelForCausalLM.from_pretrained loads: con
 it is large), tokenizer files, and a model card with the run's figures.
 
 CHECKPOINT is the folder of a run (its latest complete checkpoint) or of a checkpoint, of any ZeRO stage and number of
-ranks, during or after sparse training. Folders of Trainer, Accelerate (save_state) and engine.save_checkpoint are read
-too; a transformers model keeps its architecture, configuration and tokenizer, and cannot be pruned.
+ranks, during or after sparse training. Folders of Trainer, Accelerate (save_state) and engine.save_checkpoint work too;
+a transformers model keeps its architecture, configuration and tokenizer, and cannot be pruned.
 
-Weights that are zero stay exactly zero. The weights are the fp32 masters and pass through memory one matrix at a time.
+Weights that are zero stay exactly zero. If the run was trained with whole channels (mst.topology.granularity), MLPs are
+exported without the neurons that compute nothing, padded to the widest layer; the logits are equal up to rounding. The
+weights are the fp32 master weights, and only one matrix at a time is held in memory.
 
 --prune S sets weights to zero until the fraction S of the weights that may be sparse (mst.targets, distributed by
-mst.sparsity.distribution) is zero, and reports the loss on the run's validation corpus before and after; for that the
-model is loaded into memory. Weights that training left at zero count as pruned. Zeros are stored like any other weight,
-so a pruned folder is as large as an unpruned one.
+mst.sparsity.distribution) is zero, and reports the loss on the run's validation corpus before and after. This loads the
+model into memory. Weights that training left at zero count as pruned. Zeros are stored like other weights, so a pruned
+folder is as large as an unpruned one.
 
 --method selects the weights that become zero:
   magnitude   the smallest in each layer (the default)
   wanda       in each row of a matrix, the fraction S with the smallest |weight| · norm of its input (arXiv 2306.11695)
   sparsegpt   in each block of 128 input columns, the fraction S whose removal is easiest to compensate; the remaining
               weights are updated accordingly (arXiv 2301.00774)
-The last two read the inputs of layers over 128 sequences of the run's own training corpus, or of --calibration, and
-prune block after block. They skip a head that is the token embedding, as no linear layer multiplies by it. If the run's
-own corpus is gone, the loss is measured on the validation split of --calibration.
+The last two record the inputs of layers on 128 sequences of the run's training corpus, or of --calibration, and prune
+one block after the other. They skip a head that is the token embedding, because no linear layer multiplies by it. If
+the run's corpus no longer exists, the loss is measured on the validation split of --calibration.
 
---pattern N:M keeps at most N weights in every M consecutive inputs of an output, with any of these methods.
+--pattern N:M keeps at most N of every M consecutive inputs of an output, with any of these methods.
+
+--compact writes one compact file instead: model.safetensors with the nonzero weights and one bit per weight, and the
+tokenizer files. `mst generate` and `mst eval` read it, and so do programs without mst_scale (docs/generation.md). Its
+size is printed with that of the dense model. CHECKPOINT may then also be a folder that `mst export` has written: prune
+first, then compact.
 
 Tokenizer files are written for `byte`, `gpt2` and .tiktoken rank files, if the vocabulary is available.
 
@@ -220,6 +228,7 @@ examples:
   mst export runs/trainer exported/llama          # Trainer's output folder: its latest checkpoint-N
   mst export runs/demo exported/demo-90 --prune 0.9 --json
   mst export runs/gpt2 exported/gpt2-half --prune 0.5 --method wanda
+  mst export runs/demo compact/demo --compact
   mst export runs/gpt2 exported/gpt2-24 --pattern 2:4 --method sparsegpt --calibration corpora/openwebtext
 """
 
@@ -234,6 +243,7 @@ def _add_export(subparsers: Any) -> None:
     option("--pattern", metavar="N:M", help="prune to N of M consecutive inputs, as in 2:4, instead of --prune")
     option("--calibration", metavar="DIR", help="corpus for wanda and sparsegpt (default: the run's own)")
     option("--calibration-sequences", type=at_least(1), metavar="N", help="number of its sequences (default: 128)")
+    option("--compact", action="store_true", help="write one compact file: nonzero weights and packed mask bits")
     option("--dtype", default="float32", metavar="T", help="float32 (the default), bfloat16 or float16")
     option("--shard-size", type=parse_bytes, default=5 * 10**9, metavar="N", help="largest weight file (default: 5G)")
     option("--tokenizer", metavar="NAME", help="byte, gpt2 or a .tiktoken file (default: that of the run's corpus)")
@@ -246,6 +256,8 @@ def _export(args: argparse.Namespace) -> int:
     from mst_scale.hugging_face.export import export
 
     validate_folder("OUT", Path(args.out))
+    if args.compact:
+        return _export_compact(args)
     done = export(
         Path(args.checkpoint),
         Path(args.out),
@@ -266,14 +278,49 @@ def _export(args: argparse.Namespace) -> int:
     share = f", {done.zeros / done.matrices:.2%} zeros in its sparse matrices" if done.matrices else ""
     size = f"{done.bytes / 1e6:,.1f} MB in {len(done.files)} file(s)"
     print(f"{done.out}: {done.parameters:,} parameters, {size}{step}{share}")
+    if done.narrow:
+        fewest, most, before = min(done.narrow["kept"]), done.narrow["n_inner"], done.narrow["before"]
+        print(f"MLPs have {most:,} of {before:,} neurons: the others compute nothing and are left out")
+        if done.narrow["padding"]:
+            print(
+                f"layers keep {fewest:,} to {most:,} neurons, and all are padded to {most:,}, the one width of the "
+                f"architecture: {done.narrow['padding']:,} zeros"
+            )
     if done.zeros:
-        print(f"the {done.zeros:,} zeros are stored like any other weight: they make the file no smaller")
+        print(f"the {done.zeros:,} zeros are stored like other weights and do not make the file smaller")
     if done.dead_units:
-        print(f"dead units (all their weights are zero): {format_counts(done.dead_units)}")
+        print(f"dead units (all weights are zero): {format_counts(done.dead_units)}")
     print(f"tokenizer: {done.tokenizer or 'no files; the model card gives the reason'}")
     if left := done.pruning.get("left"):
-        print(f"not pruned, as no linear layer multiplies by it: {', '.join(left)}")
+        print(f"not pruned, because no linear layer multiplies by it: {', '.join(left)}")
     if done.losses:
         before, after = done.losses["before"], done.losses["after"]
         print(f"validation loss: {before:.4f} before pruning, {after:.4f} after ({after - before:+.4f})")
+    return 0
+
+
+def _export_compact(args: argparse.Namespace) -> int:
+    from mst_scale.compact_files.export import export_compact
+
+    given = ("prune", "method", "pattern", "calibration", "calibration_sequences")
+    if name := next((name for name in given if getattr(args, name) is not None), None):
+        raise UserError(
+            f"--{name.replace('_', '-')} cannot be combined with --compact: export a pruned folder first, and then "
+            "that folder with --compact"
+        )
+    done = export_compact(
+        Path(args.checkpoint),
+        Path(args.out),
+        dtype=args.dtype,
+        tokenizer=args.tokenizer,
+        config=None if args.config is None else Path(args.config),
+    )
+    if args.json:
+        print(json.dumps(done.to_dict()))
+        return 0
+    step = "" if done.step is None else f", step {done.step:,}"
+    share = done.bytes / done.dense_bytes
+    print(f"{done.out}: {done.parameters:,} parameters, {done.nonzero:,} of them not zero{step}")
+    print(f"{done.bytes / 1e6:,.1f} MB; {share:.0%} of the {done.dense_bytes / 1e6:,.1f} MB that the dense model takes")
+    print(f"tokenizer: {done.tokenizer or 'no files; name it with --tokenizer'}")
     return 0

@@ -8,9 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from mst_scale.cli import add_command
-from mst_scale.comm import format_value
 from mst_scale.comm.parser import validate_folder
-from mst_scale.errors import UserError
+from mst_scale.errors import UserError, format_value
 
 TEXT = """\
 Tokenize text into a corpus folder: train.bin and val.bin (nanoGPT's layout) and meta.json.

@@ -18,7 +18,7 @@ whose masks must be the same on all ranks, and what "auto" chooses.
   skip    there is nothing to check here
 
 Under a launcher all ranks take part and rank 0 prints. A stale lock is removed, as at the start of every run. The exit
-code is 0, or 1 if something is wrong. --json prints [{"name", "verdict", "said", "cure", "numbers"} …]."""
+code is 0, or 1 if something is wrong. --json prints [{"name", "verdict", "message", "fix", "numbers"} …]."""
 
 EXAMPLES = """\
 examples:

@@ -1,4 +1,4 @@
-"""`mst eval`: evaluates a model on the paper's tasks."""
+"""Runs `mst eval`, which evaluates a model on the paper's tasks."""
 
 from __future__ import annotations
 
@@ -66,10 +66,10 @@ def run(args: argparse.Namespace) -> int:
 
     tasks = choose(args.tasks)
     if args.batch_size < 1:
-        raise UserError(f"--batch-size {args.batch_size}: give at least 1")
+        raise UserError(f"--batch-size must be at least 1, not {args.batch_size}")
     if args.out:
         if Path(args.out).is_dir():
-            raise UserError(f"--out {args.out!r} is a folder: name a file")
+            raise UserError(f"--out {args.out!r} is a folder, but must be a file")
         validate_folder("--out", Path(args.out).parent)
     if args.json:
         logging.getLogger("mst_scale").setLevel(logging.WARNING)
@@ -80,7 +80,7 @@ def run(args: argparse.Namespace) -> int:
 
     host = offline_unless_reachable() if on_hub(args.model) or args.data_dir is None else None
     if host is not None:
-        print(f"{host} cannot be reached: only what is cached here can be used", file=sys.stderr)
+        print(f"{host} cannot be reached: only cached files can be used", file=sys.stderr)
     from mst_scale import comm
 
     if not comm.several():
@@ -106,11 +106,11 @@ def device_of(asked: str | None, local_rank: int) -> Any:
 
     asked = asked or ("cuda" if _cuda() else "cpu")
     if asked.startswith("cuda") and not _cuda():
-        raise UserError(f"--device {asked}: torch finds no GPU here")
+        raise UserError(f"--device {asked}: torch does not find a GPU")
     try:
         return torch.device(f"cuda:{local_rank}" if asked == "cuda" else asked)
     except RuntimeError:
-        raise UserError(f"--device {asked}: there is no such device; use cpu, cuda or cuda:N") from None
+        raise UserError(f"--device {asked}: no such device; use cpu, cuda or cuda:N") from None
 
 
 def _evaluate(args: argparse.Namespace, tasks: Any, ranks: Any) -> int:
@@ -139,28 +139,28 @@ def _evaluate(args: argparse.Namespace, tasks: Any, ranks: Any) -> int:
     out = Path(args.out) if args.out else None if model.folder is None else model.folder / FILE
     first = ranks is None or ranks.first
 
-    def say(message: str) -> None:
+    def print_progress(message: str) -> None:
         if first and not args.json:
             print(message, file=sys.stderr)
 
-    result = evaluate(model, text, tasks, docs, settings, out=out, ranks=ranks, say=say)
+    result = evaluate(model, text, tasks, docs, settings, out=out, ranks=ranks, log=print_progress)
     if first:
-        beside_paper = comparable(model.context, model.vocab_size, model.parameters)
-        words = table(result["tasks"], beside_paper=beside_paper)
-        print(as_json(result) if args.json else format_result(result, words, out, beside_paper))
+        with_paper = comparable(model.context, model.vocab_size, model.parameters)
+        rows = table(result["tasks"], with_paper=with_paper)
+        print(as_json(result) if args.json else format_result(result, rows, out, with_paper))
     return 0
 
 
-def format_result(result: dict[str, Any], table: str, out: Path | None, beside_paper: bool) -> str:
-    """Return the result for people: the table, whether it has the paper's rows, and how it was computed."""
+def format_result(result: dict[str, Any], table: str, out: Path | None, with_paper: bool) -> str:
+    """Format the result: the table, the settings, and whether the table has the paper's rows."""
     s = result["settings"]
     step = "" if result["step"] is None else f", step {result['step']:,}"
     lines = [f"{result['model']}{step}, tokenizer {result['tokenizer']}", "", table, ""]
-    how = f"windows of {s['context']} tokens, stride {s['stride']}, not detokenized"
+    settings = f"windows of {s['context']} tokens, stride {s['stride']}, not detokenized"
     if any(name in ("rte", "mrpc") for name in result["tasks"]):
-        how += f"; rte and mrpc with {s['shots']} examples"
-    lines.append(f"{how}.")
-    if beside_paper:
+        settings += f"; rte and mrpc with {s['shots']} examples"
+    lines.append(f"{settings}.")
+    if with_paper:
         lines.append("The paper's rows: GPT-2 small on OpenWebText, as printed.")
     else:
         lines.append("The paper's rows are not shown: its models are GPT-2 small and Tiny with context 1024.")

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 TEXT = """\
 Count the FLOPs of a run from its config, before it is started: per phase, on average and per component, compared with
 a dense run and with the paper's tiny model. The unit is GFLOPs per sequence, forward and backward (3 × forward). There
-are two accountings:
+are two ways to count dense attention:
 
   paper    dense attention counts as the full L × L square, as in the paper
   causal   dense attention counts the L (L + 1) / 2 pairs that a causal kernel computes
@@ -92,7 +92,7 @@ def run(args: argparse.Namespace) -> int:
 def _names_a_model(args: argparse.Namespace) -> bool:
     from mst_scale.config import read
 
-    stated = bool(read(args.config)[1].get("model")) or any(words.startswith("model.") for words in args.set)
+    stated = bool(read(args.config)[1].get("model")) or any(each.startswith("model.") for each in args.set)
     return stated or args.method == "tiny"
 
 
@@ -148,7 +148,7 @@ def _report(experiment: Experiment, run: Forecast, args: argparse.Namespace) -> 
 
 
 def _grown(experiment: Experiment, sequences: int) -> dict[str, Any] | None:
-    """Return what a grown model has cost before its first step; there are no figures if no smaller run is named."""
+    """Return the cost of a grown model before its first step; without figures if no smaller run is given."""
     from mst_scale.config.growth import check_growth
     from mst_scale.flops.budgets import before
 
@@ -248,7 +248,7 @@ def _figures(cost: dict[str, Any], shown: Sequence[str]) -> list[str]:
 
 
 def _three_digits(gflops: float) -> str:
-    """Two decimals, or three digits below 1."""
+    """Format with two decimals, or three digits below 1."""
     return f"{gflops:,.2f}" if gflops >= 1 else f"{gflops:.3g}"
 
 
@@ -297,7 +297,7 @@ def _paper() -> dict[str, Any]:
 
 
 def _row(run: Forecast, baseline: Forecast) -> dict[str, float]:
-    """Compare a run with the dense model of `baseline`."""
+    """Return the FLOPs of a run, and its reductions compared with the dense model of `baseline`."""
     paper, causal = (run.mean[a].total for a in ("paper", "causal"))
     return {
         "gflops": paper / 1e9,

@@ -10,9 +10,9 @@ from mst_scale.errors import UserError
 
 ABOUT = """\
 Recommends how to run a model on N GPUs: which of them share its layers (tensor), its sequences, its depth (pipeline)
-and the batch (data), and at which ZeRO stage, with the reasons and the cost of the next best layout. The plan has the
-memory per GPU by part, the bytes sent over each link, the time of a step and of every phase, and the bytes that a
-topology step sends on 1 to 16,384 ranks.
+and the batch (data), and at which ZeRO stage, next to the cost of other layouts. The plan has the memory per GPU by
+part, the bytes that it sends, the time of a step and of every phase, and the bytes that a topology step sends on 1 to
+16,384 ranks.
 
 tests/ranks/plan/ compares memory and bytes of data-parallel runs with real DeepSpeed runs on 2 ranks. Times are
 expected, not measured: a roofline of data-sheet peaks and assumed efficiencies, which small models do not reach;

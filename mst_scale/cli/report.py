@@ -96,6 +96,6 @@ def _progress(message: str) -> None:
 
 def _words(found: dict[str, Any]) -> str:
     lines = [found["headline"]] if found.get("headline") else []
-    lines += [f"{found['page']}: {len(found['figures'])} figures, each also as PNG and SVG beside it"]
+    lines += [f"{found['page']}: {len(found['figures'])} figures, each also as PNG and SVG next to it"]
     lines += [f"  {note}" for note in found["notes"]]
     return "\n".join(lines)

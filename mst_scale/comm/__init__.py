@@ -1,15 +1,15 @@
 """Communication between the ranks of a run: process groups, agreement on errors, detection of lost ranks, exits.
 
-launch     reads the launcher's environment; finds a port
+launch     reads the launcher's environment and finds a free port
 rendezvous the port of deepspeed.init_distributed, and one line if it is taken
-messages   logs on rank 0; errors of every rank
+messages   logging: messages of rank 0, errors of every rank
 exits      ends a rank with one line and an exit code
 groups     creates process groups by name
-ranks      all ranks of a run: decide, fail and leave together
+ranks      all ranks of a run: shared decisions, errors and exits
 mesh       pipeline, data, sequence and tensor parallelism
 exchange   the small all-reduces of masks; errors that all ranks raise together
-watchdog   names a rank that is gone or makes no progress, and ends the others
-own_loops  the watchdog and the timeout of programs with a training loop of their own
+watchdog   detects a rank that is lost or makes no progress, and ends the others
+own_loops  the watchdog and the timeout of your own training loops
 parser     command lines whose errors are one line, on one rank
 """
 
@@ -22,7 +22,6 @@ from mst_scale.comm.exits import (
     end,
     end_with_launcher,
     exit_code,
-    format_value,
     is_plain,
     leave,
     one_line,
@@ -51,7 +50,6 @@ __all__ = [
     "end",
     "end_with_launcher",
     "exit_code",
-    "format_value",
     "free_port",
     "groups",
     "init",

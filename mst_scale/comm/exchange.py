@@ -1,7 +1,7 @@
 """Small all-reduces between the ranks that hold shards of the same parameters; their bytes are counted.
 
 A topology step only needs sums and maxima of one row per layer. Layers that compute with their masks (sparse_linear)
-need them whole, which takes an all-reduce of one bit per weight. `Exchange()` is a single process.
+need whole masks, which takes an all-reduce of one bit per weight. `Exchange()` stands for a single process.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ T = TypeVar("T")
 
 @dataclass
 class Traffic:
-    """The all-reduces so far: calls, and the bytes of their payloads."""
+    """Number of all-reduces so far, and the bytes of their payloads."""
 
     calls: int = 0
     payload: int = 0
@@ -30,14 +30,14 @@ class Traffic:
 
 
 class Exchange:
-    """The ranks whose slices together make up each parameter once.
+    """The ranks whose slices together form each parameter exactly once.
 
-    Replicas (ZeRO-0) hold the whole parameter each: with `Exchange()` they reach the same masks without communication.
+    Replicas (ZeRO-0) each hold the whole parameter; with `Exchange()` they obtain the same masks without communication.
 
     Args:
         group: the ranks; None if one process holds the whole parameter.
-        device: where the backend reduces (the GPU for NCCL); None for the tensor's own device.
-        through: provides the collectives: torch.distributed, or an object that counts them by name.
+        device: the device on which the backend reduces (the GPU for NCCL); None for the tensor's own device.
+        through: the module with the collectives: torch.distributed, or an object that counts calls by name.
     """
 
     def __init__(self, group: dist.ProcessGroup | None = None, device: torch.device | None = None, through: Any = dist):
@@ -52,7 +52,7 @@ class Exchange:
         return self.sum_here(counts).cpu()
 
     def sum_here(self, counts: Tensor) -> Tensor:
-        """Return the element-wise sum of integers over ranks, on the device where the backend reduces."""
+        """Return the element-wise sum of integers over ranks, on the device on which the backend reduces."""
         return self._reduce(counts, dist.ReduceOp.SUM)
 
     def max(self, values: Tensor) -> Tensor:
@@ -61,11 +61,11 @@ class Exchange:
 
     @property
     def rank(self) -> int:
-        """This rank's number in the group."""
+        """The number of this rank in the group."""
         return 0 if self.group is None else dist.get_rank(self.group)
 
     def all(self, mine: T) -> list[T]:
-        """Return the object of every rank, in the order of ranks."""
+        """Return the objects of all ranks, in rank order."""
         gathered: list[Any] = [mine]
         if self.group is not None and self.ranks > 1:
             gathered = [None] * self.ranks
@@ -76,21 +76,21 @@ class Exchange:
         """Call `run` on every rank and return this rank's result.
 
         Raises:
-            Exception: the error of the lowest rank on which `run` failed, on every rank, so that no rank is left
+            Exception: on every rank, the error of the lowest rank on which `run` failed, so that no rank is left
                 waiting in a collective.
         """
         result, error = None, None
         try:
             result = run()
-        except Exception as met:  # whatever it is, the other ranks must not wait for this one
-            error = met
+        except Exception as raised:  # whatever it is, the other ranks must not wait for this one
+            error = raised
         for first in self.all(error):
             if first is not None:
                 raise first
         return cast(T, result)
 
     def agree_on_first(self, run: Callable[[], T]) -> T:
-        """Call `run` on rank 0 alone; return its result, or raise its error, on every rank."""
+        """Call `run` on rank 0 only, and return its result (or raise its error) on every rank."""
         return self.all(self.agree(lambda: run() if self.rank == 0 else None))[0]  # type: ignore[return-value]
 
     def _reduce(self, values: Tensor, op: Any) -> Tensor:
@@ -103,16 +103,16 @@ class Exchange:
 
 
 class Exchanges:
-    """The exchange of each layer, in order, if the shards of different layers are on different ranks.
+    """The exchange of each layer, in order, for layers whose shards are on different ranks.
 
-    Under tensor parallelism, a split layer is on all ranks, and any other layer on those of one slice.
+    Under tensor parallelism, a split layer is on all ranks, and any other layer on the ranks of one slice.
     """
 
     def __init__(self, of: Sequence[Exchange]):
         self.of = list(of)
 
     def grouped(self, layers: Iterable[int] | None = None) -> list[tuple[Exchange, list[int]]]:
-        """Return the exchanges, each with those of the layers (or of all) that share it; equal on all its ranks."""
+        """Return each exchange with the layers that use it; the result is the same on all ranks of an exchange."""
         groups: dict[int, tuple[Exchange, list[int]]] = {}
         for i in range(len(self.of)) if layers is None else layers:
             groups.setdefault(id(self.of[i]), (self.of[i], []))[1].append(i)
@@ -138,20 +138,20 @@ class Exchanges:
 
 
 class Stages:
-    """One rank of each stage of a pipeline, in order; this rank alone where there is no pipeline (`group` is None).
+    """One rank of each pipeline stage, in order; only this rank if there is no pipeline (`group` is None).
 
-    A stage knows its own layers only. These methods bring what all stages know together.
+    A stage only knows its own layers. These methods combine what all stages know.
     """
 
     def __init__(self, group: dist.ProcessGroup | None):
         self.group, self._exchange = group, Exchange(group)
 
     def joined(self, mine: Mapping[str, T]) -> dict[str, T]:
-        """Return the entries of all stages, in the order of layers. A tied layer is in two stages, with one value."""
+        """Return the entries of all stages, in layer order. A tied layer is in two stages, with the same value."""
         return {name: value for known in self._exchange.all(dict(mine)) for name, value in known.items()}
 
     def added(self, mine: Mapping[str, tuple[int, int]]) -> dict[str, tuple[int, int]]:
-        """Return the sums over stages of pairs of counts."""
+        """Return the element-wise sums over stages of pairs of counts."""
         total: dict[str, tuple[int, int]] = {}
         for known in self._exchange.all(dict(mine)):
             for kind, (some, of) in known.items():

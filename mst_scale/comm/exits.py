@@ -1,4 +1,4 @@
-"""Ends a rank so that the launcher, the other ranks and the user learn why: one line, and an exit code.
+"""Ends a rank with one line and an exit code that tell the launcher, the other ranks and the user why.
 
 Exit codes: 0 success, 1 failure (a launcher starts the run again), 2 usage error, 3 divergence.
 """
@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
-import math
 import os
 import signal
 import sys
@@ -22,18 +21,17 @@ from mst_scale.comm.launch import launched_rank
 from mst_scale.comm.messages import logger
 from mst_scale.errors import Damaged, DivergedError, UserError
 
-# errno of paths that are wrong on any machine
+# errno of paths that are invalid on any machine
 WRONG_PATHS = (errno.ENAMETOOLONG, errno.ELOOP, errno.ENOTDIR, errno.EISDIR)
-SHOWN = 80  # characters of a value in a message
-LONGEST = 300  # characters of a library's message
+MAX_MESSAGE = 300  # characters of a library's message
 
 
 class SharedMistake(UserError):
-    """A usage error that every rank raises at the same place; rank 0 alone prints it."""
+    """A usage error that every rank raises at the same point; only rank 0 prints it."""
 
 
 class FailedElsewhere(Exception):
-    """Another rank has failed and prints the reason; this one ends silently with the same exit code."""
+    """Another rank has failed and prints the reason; this rank exits silently with the same code."""
 
 
 def exit_code(error: BaseException) -> int:
@@ -48,9 +46,9 @@ def exit_code(error: BaseException) -> int:
 
 
 def is_plain(error: BaseException) -> bool:
-    """Return whether one line describes the error, because its class says that it was raised for a person to read.
+    """Return whether an error is printed as one line, because errors of its class have a message for users.
 
-    Everything else is a crash and gets a traceback. `MST_TRACEBACK=1` asks for tracebacks of all errors.
+    Every other error is a crash and is printed with a traceback. `MST_TRACEBACK=1` prints tracebacks of all errors.
     """
     if os.environ.get("MST_TRACEBACK", "").lower() not in ("", "0", "false", "no", "off"):
         return False
@@ -59,52 +57,46 @@ def is_plain(error: BaseException) -> bool:
 
 
 def _is_out_of_memory(error: BaseException) -> bool:
-    """torch has a class of its own for a GPU out of memory; on the CPU only the message tells."""
-    words = ("out of memory", "can't allocate memory", "not enough memory")
-    return isinstance(error, RuntimeError) and any(word in str(error) for word in words)
+    """Return whether memory ran out; on the CPU, torch has no exception class for it, only a message."""
+    messages = ("out of memory", "can't allocate memory", "not enough memory")
+    return isinstance(error, RuntimeError) and any(message in str(error) for message in messages)
 
 
 def one_line(error: BaseException) -> str:
-    """Return an error's message on one line. Messages of several lines, which only libraries write, are shortened."""
+    """Return an error's message on one line; messages of several lines, which come from libraries, are shortened."""
     lines = [line.strip() for line in str(error).strip().splitlines()]
-    said = lines[0] if len(lines) == 1 else " ".join(lines)[:LONGEST]
+    message = lines[0] if len(lines) == 1 else " ".join(lines)[:MAX_MESSAGE]
     if _is_out_of_memory(error):
-        said = f"out of memory: lower train_micro_batch_size_per_gpu or the model, or offload ({said[:LONGEST]})"
-    return said or type(error).__name__
+        fix = "reduce train_micro_batch_size_per_gpu or the model, or use offload"
+        message = f"out of memory: {fix} ({message[:MAX_MESSAGE]})"
+    return message or type(error).__name__
 
 
-def format_value(value: Any) -> str:
-    """Return a value for a message: on one line, and shortened."""
-    if isinstance(value, int) and not isinstance(value, bool) and abs(value) > 10**SHOWN:
-        return f"a number of {math.floor(abs(value).bit_length() * math.log10(2)):,} digits"
-    text = ascii(value) if isinstance(value, str) and not value.isprintable() else repr(value)
-    return text if len(text) <= SHOWN else f"{text[: SHOWN - 1]}…"
-
-
-OF_LAUNCHERS = ("CROSS_RANK", "TORCHELASTIC_RUN_ID")  # variables of DeepSpeed's launcher and torchrun
+LAUNCHER_VARIABLES = ("CROSS_RANK", "TORCHELASTIC_RUN_ID")  # set by DeepSpeed's launcher and torchrun
 PR_SET_PDEATHSIG = 1  # prctl(2)
-LOOK_SECONDS = 1.0
-LINGER = 20.0  # s; a launcher ends all ranks when it sees that one has failed, which takes a second or two
+POLL_SECONDS = 1.0
+LINGER = 20.0  # s; a launcher ends all ranks a second or two after one of them has failed
 
 
-def end(error: BaseException, alike: bool = False) -> NoReturn:
-    """Print the error and end this process at once.
+def end(error: BaseException, on_all_ranks: bool = False) -> NoReturn:
+    """Print the error and end this process immediately.
 
-    A usage error, or something the machine refused, is one line; anything else is a bug and gets a traceback. A rank
-    that unwinds slowly, waiting for collectives, would hang the others, so it exits without cleaning up. A rank that
-    leaves the message to another rank waits first; otherwise the launcher might end that rank before it has printed.
+    See `is_plain` for the format. Unwinding could block in a collective and hang the other ranks, so the process exits
+    without cleaning up. A rank that leaves the message to another rank waits first; otherwise the launcher might end
+    that rank before it has printed.
 
     Args:
-        error: What went wrong.
-        alike: Whether all ranks have met the same error, so that rank 0 prints it for all. Before the ranks have met,
-            this is taken for granted.
+        error: The error.
+        on_all_ranks: Whether all ranks have the same error, so that rank 0 prints it for all. This is assumed before
+            the process group exists.
     """
     if variable := {2: "MST_REFUSED", 3: "MST_DIVERGED"}.get(exit_code(error)):
         tell_launcher(variable)
     silent = isinstance(error, FailedElsewhere) or (isinstance(error, SharedMistake) and launched_rank() != 0)
-    if silent or (launched_rank() != 0 and (alike or not _met())):
+    if silent or (launched_rank() != 0 and (on_all_ranks or not _met())):
         _linger(exit_code(error))
-        silent = silent or os.environ.get("LOCAL_RANK") != "0"  # still here: this machine's mistake, and not rank 0's
+        # the launcher has not ended this process, so the error is specific to this machine: its first rank prints it
+        silent = silent or os.environ.get("LOCAL_RANK") != "0"
     with contextlib.suppress(OSError):  # a log on a full disk, a terminal that was closed
         sys.stdout.flush()
     with contextlib.suppress(OSError):
@@ -118,10 +110,10 @@ def end(error: BaseException, alike: bool = False) -> NoReturn:
 
 
 def tell_launcher(variable: str) -> None:
-    """Create the file that an environment variable names, to tell the launcher what an exit code cannot.
+    """Create the file that an environment variable names, which tells the launcher more than the exit code.
 
-    A run that was asked to stop ends with 0, like a finished one (MST_STOPPED), and srun may hide exit code 2
-    (MST_REFUSED) or 3 (MST_DIVERGED) behind the code of a task that it ended itself.
+    A run that was asked to stop exits with 0, like a finished one (MST_STOPPED), and srun may report the code of a task
+    that it ended itself instead of exit code 2 (MST_REFUSED) or 3 (MST_DIVERGED).
     """
     if name := os.environ.get(variable):
         try:
@@ -131,27 +123,31 @@ def tell_launcher(variable: str) -> None:
 
 
 def end_with_launcher() -> None:
-    """End this rank when the DeepSpeed or torchrun launcher that has started it is gone.
+    """End this rank when the DeepSpeed or torchrun launcher that started it is gone.
 
-    A launcher that is killed leaves its ranks behind. They would hold the GPUs and the run folder while the next start
-    waits for both. mpirun and srun have daemons that prevent this.
+    A launcher that is killed leaves its ranks behind. They would keep the GPUs and the run folder locked, and the next
+    start would wait for both. mpirun and srun have daemons that prevent this.
     """
-    if not any(name in os.environ for name in OF_LAUNCHERS):
+    if not any(name in os.environ for name in LAUNCHER_VARIABLES):
         return
-    with contextlib.suppress(OSError, AttributeError):  # Linux: also a rank that is stopped wakes up to look
+    with contextlib.suppress(OSError, AttributeError):  # Linux: wakes up a rank that is stopped, too
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGCONT, 0, 0, 0)
     threading.Thread(target=_await_end_of, args=(os.getppid(),), name="mst_scale launcher", daemon=True).start()
 
 
 def _await_end_of(launcher: int) -> None:
     while os.getppid() == launcher:
-        time.sleep(LOOK_SECONDS)
+        time.sleep(POLL_SECONDS)
     if os.environ.get("LOCAL_RANK", "0") != "0":
-        time.sleep(2 * LOOK_SECONDS)  # the first rank of the machine says why, before it notices that this one is gone
+        time.sleep(2 * POLL_SECONDS)  # let the first rank of the machine print the reason before it loses this one
     else:
         with contextlib.suppress(OSError):
-            said = f"mst_scale: the launcher (process {launcher}) is gone, so its ranks end; the same command continues"
-            print(f"\n{said} from the newest whole checkpoint", file=sys.stderr, flush=True)
+            print(
+                f"\nmst_scale: the launcher (process {launcher}) is gone, so its ranks exit; run the same command "
+                "again to resume from the latest complete checkpoint",
+                file=sys.stderr,
+                flush=True,
+            )
     os._exit(1)
 
 
@@ -163,9 +159,10 @@ def _linger(code: int) -> None:
 
 
 def leave(code: Any) -> NoReturn:
-    """End this process after success. Process groups are not destroyed: their threads may abort a finished process.
+    """End this process after success.
 
-    mpirun reports a run as failed unless MPI was finalized.
+    Process groups are not destroyed, because their threads may abort a finished process. MPI is finalized, because
+    mpirun would report a failure otherwise.
     """
     code = code if isinstance(code, int) else int(code is not None)
     if code == 0 and "mpi4py.MPI" in sys.modules:
@@ -177,12 +174,12 @@ def leave(code: Any) -> NoReturn:
 
 
 def thread_failed(failure: threading.ExceptHookArgs) -> None:
-    """Handle an error in a library's thread; disk errors (TensorBoard's, say) are reported where it is awaited."""
+    """Handle an error in a library's thread; disk errors (such as TensorBoard's) are reported where it is joined."""
     if not isinstance(failure.exc_value, OSError):
         threading.__excepthook__(failure)
 
 
 def _met() -> bool:
-    """Whether the ranks have a process group; if torch is not imported, there is none."""
+    """Return whether the process group exists."""
     dist = sys.modules.get("torch.distributed")
     return dist is not None and bool(dist.is_initialized())

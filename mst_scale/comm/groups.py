@@ -1,6 +1,6 @@
 """Creates every process group of this package by name, and gives all groups of a process one timeout.
 
-Named groups can be told apart in the logs and watchdogs of torch. torch, DeepSpeed and Accelerate create groups of
+Names distinguish the groups in the logs and watchdogs of torch. torch, DeepSpeed and Accelerate create groups of
 their own, mostly without a timeout: these then have torch's default (30 minutes, 10 for NCCL).
 """
 
@@ -16,7 +16,7 @@ _made: dict[str, list[Any]] = {}
 
 
 def new_group(name: str, ranks: Sequence[int] | None = None, backend: str | None = None) -> Any:
-    """Create a process group, on all ranks in the same order, with the timeout that DEEPSPEED_TIMEOUT states.
+    """Create a process group, on all ranks in the same order, with the timeout of DEEPSPEED_TIMEOUT.
 
     Args:
         name: What the ranks of the group share, such as "tensor" or "control".
@@ -38,7 +38,7 @@ def groups() -> dict[str, list[Any]]:
 
 
 def bound_later_groups(limit: timedelta) -> None:
-    """Let groups that are created without a timeout from now on, as DeepSpeed's are, have this one.
+    """Set the timeout of groups that are created later without one, such as DeepSpeed's.
 
     torch has no function for this; it reads two variables.
     """
@@ -49,7 +49,7 @@ def bound_later_groups(limit: timedelta) -> None:
 
 
 def bound_existing_groups(limit: timedelta) -> None:
-    """Give this timeout to the default group, and to every other group whose timeout nobody has stated.
+    """Set the timeout of the default group, and of every other group that was created without one.
 
     Groups with a timeout of their own keep it: some are meant to wait for longer, such as for rank 0 to prepare data.
     """

@@ -1,4 +1,4 @@
-"""What a launcher has told this process: its rank, how many there are, where they meet."""
+"""Reads what the launcher has set for this process: its rank, the number of ranks, and their rendezvous address."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ OF_DEEPSPEED = "29500"  # the port of every run that states none
 LOWEST_PORT = 10_000  # below, the well-known services
 
 
-_adopted: list[timedelta] = []  # the timeout of a default process group that somebody else has created
+_adopted: list[timedelta] = []  # the timeout of a default process group that the program has created
 
 
 def timeout() -> timedelta:
-    """Return how long a rank waits for the others, in a collective or for a sign of life: DEEPSPEED_TIMEOUT minutes.
+    """Return how long a rank waits for the others, in a collective or for a heartbeat: DEEPSPEED_TIMEOUT minutes.
 
     If that is not set, a default process group that the program has created with another timeout decides (`adopt`).
     """
@@ -31,34 +31,34 @@ def timeout() -> timedelta:
         return _adopted[-1]
     stated = os.environ.get("DEEPSPEED_TIMEOUT", str(DEFAULT_TIMEOUT))
     if not stated.isascii() or not stated.isdecimal() or not 1 <= int(stated[:9]) <= LONGEST_TIMEOUT:
-        raise UserError(f"DEEPSPEED_TIMEOUT = {stated!r}: give minutes, a whole number from 1 to {LONGEST_TIMEOUT:,}")
+        raise UserError(f"DEEPSPEED_TIMEOUT = {stated!r} must be an integer from 1 to {LONGEST_TIMEOUT:,} (minutes)")
     return timedelta(seconds=int(stated) * MINUTE)
 
 
 def adopt(limit: timedelta) -> None:
-    """Let `timeout` return this unless DEEPSPEED_TIMEOUT is set."""
+    """Make `timeout` return this limit unless DEEPSPEED_TIMEOUT is set."""
     _adopted[:] = [limit]
 
 
 def several() -> bool:
-    """Whether a launcher has started this process beside others."""
+    """Return whether a launcher has started several processes."""
     return int(os.environ["WORLD_SIZE"]) > 1 if "WORLD_SIZE" in os.environ else under_mpi()
 
 
 def launched_rank() -> int:
-    """This process's rank as the launcher gave it, also before the ranks have met."""
+    """Return the rank that the launcher has set, which is known before the process group exists."""
     return int(next((os.environ[name] for name in RANK_VARIABLES if name in os.environ), 0))
 
 
 def under_mpi() -> bool:
-    """Whether mpirun has started this process."""
+    """Return whether mpirun has started this process."""
     return any(name in os.environ for name in ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "PMIX_RANK"))
 
 
 def complete_environment() -> None:
-    """Give this process the variables of a launcher where none has: those that mpi4py finds, or of one rank alone.
+    """Set the launcher's variables if it has not: to those that mpi4py finds, or to those of a single rank.
 
-    The ranks of DeepSpeed's launcher get a port of their own if the launcher has only its default to offer.
+    The ranks of DeepSpeed's launcher get a port of their own if the launcher only offers its default.
     """
     if not all(name in os.environ for name in LAUNCHER_VARIABLES):
         os.environ.update(_mpi_ranks() if under_mpi() else _alone())
@@ -78,7 +78,7 @@ def _mpi_ranks() -> dict[str, str]:
     world = MPI.COMM_WORLD
     hosts = world.allgather(MPI.Get_processor_name())
     rank = world.Get_rank()
-    # One host needs no name service; several meet at rank 0's name.
+    # A single host needs no name service.
     address = "127.0.0.1" if len(set(hosts)) == 1 else socket.getfqdn()
     address, port = world.bcast((address, free_port()) if rank == 0 else None, root=0)
     local_rank = hosts[:rank].count(hosts[rank])
@@ -87,21 +87,21 @@ def _mpi_ranks() -> dict[str, str]:
 
 
 def free_port() -> int:
-    """A port for the ranks to meet at, seconds from now: none that the system may give to any connection meanwhile."""
-    for port in random.SystemRandom().sample(range(LOWEST_PORT, _first_of_the_systems()), 50):
+    """Return a port for the rendezvous that the system does not assign to other connections in the meantime."""
+    for port in random.SystemRandom().sample(range(LOWEST_PORT, _first_ephemeral_port()), 50):
         with socket.socket() as probe, contextlib.suppress(OSError):
             probe.bind(("", port))
             return port
-    raise OSError(f"no port from {LOWEST_PORT} on is free: name one (--master_port)")
+    raise OSError(f"no free port was found above {LOWEST_PORT}: choose one with --master_port")
 
 
 def _port_of(launcher: int) -> int:
-    """A port that all ranks of a launcher on one machine choose alike, and those of other launchers do not."""
-    return LOWEST_PORT + launcher % (_first_of_the_systems() - LOWEST_PORT)
+    """Return a port that all ranks of one launcher on a machine choose alike, and ranks of other launchers do not."""
+    return LOWEST_PORT + launcher % (_first_ephemeral_port() - LOWEST_PORT)
 
 
-def _first_of_the_systems() -> int:
-    """Where the ports begin that connections are given (Linux; elsewhere those that IANA has set aside for that)."""
+def _first_ephemeral_port() -> int:
+    """Return the first port that the system assigns to connections (IANA's value if it cannot be read)."""
     with contextlib.suppress(OSError, ValueError), open("/proc/sys/net/ipv4/ip_local_port_range") as file:
         first = int(file.read().split()[0])
         if first >= 2 * LOWEST_PORT:

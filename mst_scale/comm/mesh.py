@@ -1,7 +1,8 @@
-"""Arranges the ranks of a run as a mesh of pipeline stages, data, sequence and tensor parallelism.
+"""Arranges the ranks of a run as a mesh of pipeline, data, sequence and tensor parallelism.
 
-Rank r is at ((stage · data + replica) · sequence + part) · tensor + slice: ranks that share a layer are neighbours, so
-a launcher that fills one node after the other keeps them within a node. A mesh is also what DeepSpeed calls an mpu.
+A rank's number is ((stage · data + replica) · sequence + part) · tensor + slice. Ranks that share a layer have
+consecutive numbers, so a launcher that fills one node after the other keeps them within a node. A mesh implements
+DeepSpeed's mpu interface.
 """
 
 from __future__ import annotations
@@ -27,14 +28,14 @@ class ParallelDims:
 
     @property
     def model(self) -> int:
-        """Number of ranks that work on one sequence together."""
+        """The number of ranks that share one replica of the model."""
         return self.tensor * self.sequence * self.pipeline
 
     def data(self, world: int) -> int:
-        """Return the number of data-parallel replicas for a number of ranks.
+        """Return the number of data-parallel replicas among `world` ranks.
 
         Raises:
-            UserError: The number of ranks is not a multiple of `model`.
+            UserError: if `world` is not a multiple of `model`.
         """
         if world % self.model:
             raise UserError(
@@ -44,7 +45,7 @@ class ParallelDims:
         return world // self.model
 
     def describe(self) -> str:
-        """Return the sizes above 1, for messages."""
+        """Describe the sizes above 1, for messages."""
         cuts = {"tensor": self.tensor, "sequence": self.sequence, "pipeline": self.pipeline}
         return " × ".join(f"{what} {size}" for what, size in cuts.items() if size > 1) or "one rank"
 
@@ -60,7 +61,7 @@ class Mesh:
         import torch.distributed as dist
 
         if not dist.is_initialized():
-            raise UserError("Mesh() needs the ranks of a run: call deepspeed.init_distributed() first")
+            raise UserError("Mesh() requires a process group: call deepspeed.init_distributed() first")
         self.sizes = sizes
         rank, world = dist.get_rank(), dist.get_world_size()
         self.data = sizes.data(world)
@@ -75,12 +76,15 @@ class Mesh:
     # --- DeepSpeed's mpu interface ---
 
     def get_model_parallel_group(self) -> Any:
+        """Return the tensor-parallel group."""
         return self.tensor_group
 
     def get_model_parallel_world_size(self) -> int:
+        """Return the tensor-parallel size."""
         return self.sizes.tensor
 
     def get_model_parallel_rank(self) -> int:
+        """Return this rank's tensor-parallel position."""
         return self.slice
 
     get_tensor_model_parallel_group = get_model_parallel_group
@@ -92,31 +96,40 @@ class Mesh:
         return self.same_weights_group
 
     def get_data_parallel_world_size(self) -> int:
+        """Return the number of replicas."""
         return self.data
 
     def get_data_parallel_rank(self) -> int:
+        """Return the number of this rank's replica."""
         return self.replica
 
     def get_sequence_parallel_group(self) -> Any:
+        """Return the sequence-parallel group."""
         return self.sequence_group
 
     def get_sequence_parallel_world_size(self) -> int:
+        """Return the sequence-parallel size."""
         return self.sizes.sequence
 
     def get_sequence_parallel_rank(self) -> int:
+        """Return this rank's sequence-parallel position."""
         return self.part
 
     def get_sequence_data_parallel_group(self) -> Any:
+        """Return the group of ranks that hold the same weights."""
         return self.same_weights_group
 
     def get_sequence_data_parallel_world_size(self) -> int:
+        """Return the number of ranks that hold the same weights."""
         return self.data * self.sizes.sequence
 
     def get_sequence_data_parallel_rank(self) -> int:
+        """Return this rank's position among the ranks that hold the same weights."""
         return self.replica * self.sizes.sequence + self.part
 
 
 def _place(rank: int, axes: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the coordinates of a rank in a mesh of these sizes."""
     place = []
     for size in reversed(axes):
         rank, at = divmod(rank, size)
@@ -125,7 +138,7 @@ def _place(rank: int, axes: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def _group(name: str, axes: tuple[int, ...], along: tuple[int, ...]) -> Any:
-    """This rank's group of ranks that differ along these axes only. Every rank creates all groups in the same order."""
+    """Return this rank's group of ranks that differ in the axes `along` only; all ranks create all groups in order."""
     import torch.distributed as dist
 
     groups: dict[tuple[int, ...], list[int]] = {}

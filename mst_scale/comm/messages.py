@@ -1,4 +1,4 @@
-"""Messages of rank 0, and errors of every rank, on stderr or through the logging of the program around us."""
+"""Logging: messages of rank 0 and errors of every rank, on stderr or through the logging of the user's program."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ logger = logging.getLogger("mst_scale")
 
 
 def speak() -> None:
-    """Messages come from rank 0, errors from every rank: on stderr, or through the logging of the program around us.
+    """Set up logging: messages of rank 0 and errors of every rank, on stderr unless the program configures logging.
 
-    A level that somebody has given the logger stays.
+    A level that the program has set is kept.
     """
     if logger.level == logging.NOTSET:
         logger.setLevel(logging.INFO if launched_rank() == 0 else logging.ERROR)
@@ -24,19 +24,19 @@ def speak() -> None:
 
 
 def may_rewrite(stream: TextIO) -> bool:
-    """Whether a line on this stream can be rewritten: on a terminal it can.
+    """Return whether a line on this stream can be rewritten, as on a terminal.
 
-    Under mpirun a rank cannot tell: OpenMPI gives each a terminal of its own, wherever the output goes. There, and
-    everywhere else, MST_PROGRESS=live or lines decides.
+    Under mpirun a rank cannot tell, because OpenMPI gives each rank its own terminal wherever the output goes.
+    MST_PROGRESS=live or MST_PROGRESS=lines overrides the detection.
     """
     asked = os.environ.get("MST_PROGRESS")
     return asked == "live" if asked else stream.isatty() and not under_mpi()
 
 
 class _Terminal(logging.StreamHandler[Any]):
-    """stderr as it is when a message comes; a progress line that stands there is cleared first.
+    """Writes to the current sys.stderr, and clears a progress line first.
 
-    Silent where the program around us has come to say it there: each message is said once.
+    It is silent if a handler of the root logger prints the message on the terminal, so that it appears once.
     """
 
     def __init__(self) -> None:
@@ -49,17 +49,17 @@ class _Terminal(logging.StreamHandler[Any]):
 
     @stream.setter
     def stream(self, stream: Any) -> None:
-        pass  # logging's constructor names the stderr of that moment
+        pass  # StreamHandler's constructor assigns the stderr of that moment
 
     def emit(self, record: logging.LogRecord) -> None:
-        if any(_says(handler, record) for handler in logging.getLogger().handlers):
+        if any(_prints(handler, record) for handler in logging.getLogger().handlers):
             return
         if may_rewrite(self.stream):
             self.stream.write("\r\x1b[K")
         super().emit(record)
 
 
-def _says(handler: logging.Handler, record: logging.LogRecord) -> bool:
-    """Whether a handler of the root logger puts this message on the terminal."""
+def _prints(handler: logging.Handler, record: logging.LogRecord) -> bool:
+    """Return whether a handler of the root logger prints this message on the terminal."""
     shown = isinstance(handler, logging.StreamHandler) and handler.stream in (sys.stderr, sys.stdout)
     return shown and record.levelno >= handler.level

@@ -1,7 +1,7 @@
 """Watches the ranks of a program that has a training loop of its own, or that of Trainer, Accelerate or Lightning.
 
-`mst_scale.pretrain` joins the ranks itself and starts a `Watch` before anything else. In other programs somebody else
-has created the default process group, and `mst_scale.initialize` is the first place where all ranks meet:
+`mst_scale.pretrain` joins the ranks itself and starts a `Watch` before anything else. In other programs the
+default process group already exists, and `mst_scale.initialize` is the first place where all ranks meet:
 
     prepare()     before DeepSpeed creates ZeRO's groups: every group gets the same timeout (`comm.timeout`)
     watch(done)   when the engine is there: a rank that is killed, frozen or stuck is named, and the others end
@@ -23,7 +23,7 @@ from mst_scale.comm.ranks import Ranks
 from mst_scale.comm.watchdog import Watch
 
 ADVICE = "; start the program again from its newest checkpoint"
-BEFORE_OTHERS = 1000  # priority at exit: the ranks are told before anything that may wait for them is cleaned up
+BEFORE_OTHERS = 1000  # priority at exit: notifies the ranks before anything that may wait for them is cleaned up
 
 
 def prepare() -> None:
@@ -53,7 +53,7 @@ def watch(done: Callable[[], bool]) -> None:
     """Watch the ranks from now on, until the program ends or destroys the default process group. Call it on all ranks.
 
     Args:
-        done: Whether the loop has taken all steps of the run, so that a rank may end without a word (`os._exit`).
+        done: Whether the loop has taken all steps of the run, so that a rank may exit without a message (`os._exit`).
     """
     import torch.distributed as dist
 

@@ -1,4 +1,4 @@
-"""Parses command lines; a wrong option is one line that says what is valid, on one rank, and exit code 2."""
+"""Parses command lines; an invalid option is one line that says what is valid, on one rank, and exit code 2."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from mst_scale import _deprecated
-from mst_scale.comm.exits import end, format_value
+from mst_scale.comm.exits import end
 from mst_scale.comm.launch import launched_rank, several
 from mst_scale.comm.messages import logger
-from mst_scale.errors import UserError
+from mst_scale.errors import UserError, format_value
 
 
 def at_least(least: int | float) -> Callable[[str], int | float]:
-    """Return the `type` of an option that takes numbers from `least` on: integers if `least` is an int."""
+    """Return the `type` of an option whose value is at least `least`: an integer if `least` is one."""
     kind = type(least)
 
     def number(text: str) -> int | float:
@@ -33,7 +33,7 @@ def at_least(least: int | float) -> Callable[[str], int | float]:
 
 
 def validate_printable(what: str, text: str) -> None:
-    """Check that a text has no line breaks, other control characters or invalid Unicode, which no message could show.
+    """Check that a text has no line breaks, other control characters or invalid Unicode.
 
     Raises:
         UserError: if it has one.
@@ -41,14 +41,14 @@ def validate_printable(what: str, text: str) -> None:
     for character in text:
         if unicodedata.category(character) in ("Cc", "Cs", "Zl", "Zp"):
             name = "a line break" if character in "\n\r" else f"the character {character!a}"
-            raise UserError(f"{what} must not hold {name}: {format_value(text)}")
+            raise UserError(f"{what} must not contain {name}: {format_value(text)}")
 
 
 def validate_folder(option: str, path: Path) -> None:
     """Check that a folder can be created at `path`.
 
     Raises:
-        UserError: if a file or a broken link is in the way, or the name is not valid.
+        UserError: if a parent is a file or a broken link, or the name is invalid.
     """
     for place in (path, *path.parents):
         try:
@@ -58,23 +58,24 @@ def validate_folder(option: str, path: Path) -> None:
             if not os.path.lexists(place):
                 continue
         except PermissionError:
-            return  # whoever makes it says so
+            return  # reported when the folder is created
         except OSError as error:
             raise UserError(f"{option} {format_value(str(path))}: {error.strerror}; choose another folder") from None
-        raise UserError(f"{option} {format_value(str(path))}: {format_value(str(place))} is no folder; choose another")
+        raise UserError(
+            f"{option} {format_value(str(path))}: {format_value(str(place))} is not a folder; choose another path"
+        )
 
 
 class Parser(argparse.ArgumentParser):
     """An `argparse.ArgumentParser` whose errors are one line, printed by the first of several ranks."""
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Parse as argparse does, with old names of options replaced and unprintable values rejected."""
+        """Parse as argparse does, but replace deprecated option names and reject unprintable values."""
         given = list(sys.argv[1:] if args is None else args)
-        words = [self._renamed(word, given) for word in given]
-        found, rest = super().parse_known_args(words, namespace)
+        found, rest = super().parse_known_args([self._renamed(word, given) for word in given], namespace)
         for option, value in vars(found).items():
             for text in value if isinstance(value, list) else [value]:
-                if option != "set" and isinstance(text, str | Path):  # what --set holds, the config looks at
+                if option != "set" and isinstance(text, str | Path):  # values of --set are checked by the config
                     try:
                         validate_printable(f"argument {option}", str(text))
                     except UserError as error:
@@ -82,13 +83,13 @@ class Parser(argparse.ArgumentParser):
         return found, rest
 
     def _renamed(self, word: str, given: list[str]) -> str:
-        """Return the word, with an option's old name replaced by the new one and a warning."""
+        """Return an argument with a deprecated option name replaced, and log a warning."""
         old, equals, value = word.partition("=")
         new = _deprecated.FLAGS.get(old)
         if new not in self._option_string_actions or old in self._option_string_actions:
             return word
         if new in given:
-            self.error(f"{old} is the old name of {new}: give {new} alone")
+            self.error(f"{old} is the old name of {new}: use only {new}")
         logger.warning("%s is now called %s; the old name will be removed in mst_scale 0.3", old, new)
         return f"{new}{equals}{value}"
 
@@ -98,8 +99,9 @@ class Parser(argparse.ArgumentParser):
             super().print_help(file)
 
     def error(self, message: str) -> NoReturn:
-        words = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in message)  # argparse repeats what was given
-        told = f"{words} ({self.prog} --help lists what there is)"
+        """Print an error as one line, on one rank, and exit with code 2."""
+        printable = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in message)  # it quotes the arguments
+        text = f"{printable} (see {self.prog} --help)"
         if several():
-            end(UserError(told))
-        self.exit(2, f"{self.prog}: {told}\n")
+            end(UserError(text))
+        self.exit(2, f"{self.prog}: {text}\n")

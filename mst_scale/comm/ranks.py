@@ -1,8 +1,8 @@
-"""Joins the ranks of a run, and lets them decide together and fail together.
+"""Connects the ranks of a run, and shares decisions and errors between them.
 
 Ranks are found in the launcher's environment (`deepspeed`, `torchrun`), through mpi4py under `mpirun`, or there is only
-this process. Decisions and errors of one rank reach the others through a small gloo group (`Ranks.control`) beside the
-groups of the training, so that nobody waits for a rank that has given up.
+this process. Decisions and errors of one rank reach the others through a separate gloo group (`Ranks.control`), so that
+no rank waits for one that has failed.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from mst_scale.comm.rendezvous import unreachable
 from mst_scale.compiled.first_use import announced
 
 T = TypeVar("T")
-LOOK_EVERY = timedelta(seconds=10)
+_POLL_EVERY = timedelta(seconds=10)
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Ranks:
     world_size: int
     control: Any  # a gloo process group for flags and small objects
     joined: bool = True  # whether `leave` destroys the default process group
-    long_tasks: Iterator[int] = field(default_factory=itertools.count)  # numbers long tasks alike on all ranks
+    long_tasks: Iterator[int] = field(default_factory=itertools.count)  # numbers long tasks equally on all ranks
 
     @property
     def first(self) -> bool:
@@ -46,12 +46,12 @@ class Ranks:
         return self.rank == 0
 
     def on_first(self, run: Callable[[], T], long: bool = False) -> T:
-        """Call `run` on rank 0 alone; return its result, or raise its error, on every rank.
+        """Call `run` on rank 0 only, and return its result (or raise its error) on every rank.
 
         Args:
             run: The function.
-            long: Whether it may take longer than the timeout of collectives, such as preparing a corpus. The others
-                then wait outside of any collective; the `Watch` tells them that rank 0 is alive.
+            long: Whether it may take longer than the timeout of collectives, such as preparing a corpus. The other
+                ranks then wait outside of any collective, while `Watch` monitors rank 0.
         """
         outcome = self._attempt(run) if self.first else None
         if long and self.world_size > 1:
@@ -61,7 +61,7 @@ class Ranks:
     def agree(self, run: Callable[[], T]) -> T:
         """Call `run` on every rank and return this rank's result.
 
-        If it fails anywhere, it fails everywhere: the lowest rank on which it failed raises its error, and all others
+        If it fails on any rank, all ranks raise: the lowest rank on which it failed raises its error, and all others
         raise `FailedElsewhere`.
         """
         import torch.distributed as dist
@@ -75,7 +75,7 @@ class Ranks:
         return value
 
     def fail(self, error: Exception) -> NoReturn:
-        """Raise an error that all ranks have met alike; rank 0 prints it."""
+        """Raise an error that all ranks have; rank 0 prints it."""
         self._fail(error, 0)
 
     def any(self, flag: bool) -> bool:
@@ -105,7 +105,7 @@ class Ranks:
             return
         while True:
             with contextlib.suppress(dist.DistStoreError):  # not yet done
-                store.wait([task], LOOK_EVERY)
+                store.wait([task], _POLL_EVERY)
                 return
 
     def _attempt(self, run: Callable[[], T]) -> tuple[Any, Exception | None]:
@@ -134,11 +134,14 @@ class Ranks:
 
 
 def init(through_deepspeed: bool = True) -> Ranks:
-    """Join the process group that the launcher prepared; without a launcher, be the only rank.
+    """Join the process group that the launcher has set up, or create one with this process only.
 
     Args:
-        through_deepspeed: Whether DeepSpeed makes the default group. torch does it otherwise: on a CPU, DeepSpeed
-            compiles an operator first.
+        through_deepspeed: Whether DeepSpeed creates the default group, for which it compiles an operator on a CPU;
+            otherwise torch does.
+
+    Raises:
+        OSError: if the other ranks cannot be reached.
     """
     import torch.distributed as dist
 
@@ -149,10 +152,10 @@ def init(through_deepspeed: bool = True) -> Ranks:
     joined = not dist.is_initialized()
     if joined:
         try:
-            # stdout may be JSON: no place for greetings
-            with announced(), contextlib.redirect_stdout(io.StringIO()) as said:
+            # DeepSpeed prints messages, but stdout may be JSON
+            with announced(), contextlib.redirect_stdout(io.StringIO()) as printed:
                 _join(through_deepspeed, limit)
-            logger.debug("%s", said.getvalue())
+            logger.debug("%s", printed.getvalue())
         except dist.DistNetworkError as error:
             raise unreachable(error) from None
     return Ranks(
@@ -177,12 +180,12 @@ def _join(through_deepspeed: bool, limit: timedelta) -> None:
 
 
 class Verdict(NamedTuple):
-    """What the ranks report about one step."""
+    """What the ranks have reported about one step."""
 
     step: int
     stop: bool
     nonfinite: bool
-    loss: float  # the mean over ranks, the same bits on each
+    loss: float  # the mean over ranks, bit-identical on each
 
 
 class Votes:
@@ -190,39 +193,38 @@ class Votes:
 
     def __init__(self, ranks: Ranks):
         self.ranks = ranks
-        self.flights: list[tuple[int, Any, Any]] = []
+        self._pending: list[tuple[int, Any, Any]] = []
 
     def cast(self, step: int, stop: bool, loss: float, wait: bool) -> list[Verdict]:
-        """Send what this rank has to report about a step.
+        """Send this rank's report about a step.
 
         Args:
             step: The step.
             stop: Whether this rank was asked to stop.
             loss: The loss on this rank.
-            wait: Whether to wait for this step's verdict too (before a checkpoint, an evaluation or a logged row).
+            wait: Whether to wait for this step's verdict (before a checkpoint, an evaluation or a logged row).
 
         Returns:
-            The verdicts that have arrived, oldest first, the same on every rank.
+            The verdicts that have arrived, oldest first; they are the same on every rank.
         """
         import torch
         import torch.distributed as dist
 
-        before, self.flights = self.flights, []
+        before, self._pending = self._pending, []
         nonfinite = not math.isfinite(loss)
         ballot = torch.tensor([stop, nonfinite, 0.0 if nonfinite else loss], dtype=torch.float64)
-        flight = (step, ballot, dist.all_reduce(ballot, group=self.ranks.control, async_op=True))
-        self.flights.append(flight)
-        return self._arrived(before) + (self.drain() if wait else [])
+        self._pending.append((step, ballot, dist.all_reduce(ballot, group=self.ranks.control, async_op=True)))
+        return self._await(before) + (self.drain() if wait else [])
 
     def drain(self) -> list[Verdict]:
-        """Wait for verdicts that are still under way."""
-        flights, self.flights = self.flights, []
-        return self._arrived(flights)
+        """Wait for all pending verdicts and return them."""
+        pending, self._pending = self._pending, []
+        return self._await(pending)
 
-    def _arrived(self, flights: list[tuple[int, Any, Any]]) -> list[Verdict]:
-        for _, _, work in flights:
+    def _await(self, pending: list[tuple[int, Any, Any]]) -> list[Verdict]:
+        for _, _, work in pending:
             work.wait()
         return [
             Verdict(step, bool(ballot[0]), bool(ballot[1]), float(ballot[2]) / self.ranks.world_size)
-            for step, ballot, _ in flights
+            for step, ballot, _ in pending
         ]

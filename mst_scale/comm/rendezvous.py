@@ -47,7 +47,9 @@ def install(deepspeed: ModuleType) -> None:
             _print_in_one_line()
             raise unreachable(error) from None
 
-    deepspeed.init_distributed = deepspeed.comm.init_distributed = init_distributed
+    modules: Any = (deepspeed, deepspeed.comm)
+    for module in modules:
+        module.init_distributed = init_distributed
 
 
 def _print_in_one_line() -> None:

@@ -1,24 +1,24 @@
-"""Notices a rank that is gone or makes no progress, names it, and ends the others.
+"""Detects a rank that is lost or makes no progress, names it, and ends the others.
 
-If one rank stops, the others block in a collective. So every rank keeps one TCP connection to rank 0, served by a
-thread of its own, and three things are noticed:
+If one rank stops, the others block in a collective. Every rank therefore keeps a TCP connection to rank 0, served by a
+background thread, which detects three cases:
 
-killed    A process that ends closes its sockets, whatever ended it, and a machine that is down stops answering TCP's
-          keep-alives.
-frozen    A process that is stopped (SIGSTOP, a debugger, a hung machine) sends no sign of life. Every rank sends one to
-          rank 0, and rank 0 to every rank, a few times within the timeout (`comm.timeout`).
-stuck     A process whose main thread hangs still sends signs of life. When a collective times out on some ranks, the
+killed    The sockets of a process close when it ends, for whatever reason, and a machine that is down stops answering
+          TCP's keep-alives.
+frozen    A process that is stopped (SIGSTOP, a debugger, a hung machine) sends no heartbeat. Every rank sends one to
+          rank 0, and rank 0 to every rank, several times within the timeout (`comm.timeout`).
+stuck     A process whose main thread hangs still sends heartbeats. When a collective times out on some ranks, the
           ranks that did not take part in it are named.
 
-Rank 0 tells all ranks, and all leave with exit code 1, so that the launcher can start the run again. The messages:
+Rank 0 notifies all ranks, and all exit with code 1, so that the launcher can restart the run. The messages:
 
     a rank → rank 0     {"rank", "host", "pid", "token"}   at the start
-                        "alive"                            a sign of life
-                        "stopping"                         it was asked to save and end
+                        "alive"                            heartbeat
+                        "stopping"                         the rank was asked to save and exit
                         "late" or "cut off"                its collective has timed out, or was ended by another rank
-                        "bye" or "failed"                  when it ends by itself; nothing if it is killed
-    rank 0 → a rank     "alive", "bye", "failed"           of itself
-                        "gone …" or "failed …"             of another rank: leave at once, or after a grace period
+                        "bye" or "failed"                  when it exits by itself; nothing if it is killed
+    rank 0 → a rank     "alive", "bye", "failed"           about itself
+                        "gone …" or "failed …"             about another rank: exit at once, or after a grace period
 
 A run that was asked to stop does not wait the whole timeout for a frozen rank, which cannot save: see STOPPING_SECONDS.
 `mst_scale.pretrain` starts one `Watch`; `comm.own_loops` starts it for programs with a loop of their own.
@@ -46,32 +46,32 @@ from mst_scale.comm.messages import logger
 from mst_scale.comm.ranks import Ranks
 
 MEET_SECONDS = 60.0
-NEWS_SECONDS = 3.0  # from a collective's failure to the news of the lost rank
-LATE_NEWS_SECONDS = 30.0  # on a machine that is too busy to bring them, where the error itself tells of a lost peer
+NEWS_SECONDS = 3.0  # from the failure of a collective to the message about the lost rank
+LATE_NEWS_SECONDS = 30.0  # on a busy machine, if the error itself mentions a lost peer
 LOST_PEER = re.compile(r"connection|peer|remote|socket|broken pipe", re.IGNORECASE)
 TIMED_OUT = re.compile(r"timed out|timeout", re.IGNORECASE)
 COLLECT_SECONDS = 5.0  # from the first rank whose collective has timed out to the last one
-GRACE = 10.0  # for a rank that ends by itself after another has failed: it has its own message and exit code
-SILENCE = 0.8  # of the timeout: a frozen rank is named before collectives time out on the others
-STOPPING_SECONDS = 30.0  # of silence, once the run was asked to stop
-BEATS = 10  # signs of life within the silence that is allowed …
-BEAT_SECONDS = 5.0  # … and at least one each 5 s
+GRACE = 10.0  # s; lets a rank exit with its own message and exit code after another has failed
+SILENCE = 0.8  # fraction of the timeout after which a silent rank is lost, before collectives time out on the others
+STOPPING_SECONDS = 30.0  # the same in seconds, once the run was asked to stop
+BEATS = 10  # heartbeats within the allowed silence …
+BEAT_SECONDS = 5.0  # … and at least one every 5 s
 KEEP_ALIVE = (("TCP_KEEPIDLE", 10), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 6))  # 10 + 6 · 5 = 40 s
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
-ADVICE = "; the same command continues from the newest whole checkpoint"
+ADVICE = "; the same command continues from the newest complete checkpoint"
 
 
 class Peer:
-    """The other end of a connection: who it is, when it was last heard of, and what it has said of itself."""
+    """The other end of a connection: its name, when it last sent something, and whether its collective has failed."""
 
     def __init__(self, connection: socket.socket, who: str):
         self.connection, self.who = connection, who
         self.heard = time.monotonic()
-        self.waiting = False  # its collective has failed, so it is not the rank that the others wait for
+        self.waiting = False  # its collective has failed, so the others are not waiting for this rank
         self.unread = b""
 
     def lines(self) -> list[str]:
-        """Return the messages that have come; the last one is "" if the other end is gone."""
+        """Return the messages that have arrived; the last one is "" if the connection is closed."""
         try:
             more = self.connection.recv(4096, socket.MSG_DONTWAIT)
         except BlockingIOError:
@@ -83,35 +83,35 @@ class Peer:
         return [line.decode(errors="replace").strip() for line in whole] + ([] if more else [""])
 
     def send(self, message: str) -> None:
-        """Send a message, unless the other end is gone, or frozen for so long that its buffer is full."""
+        """Send a message; ignore a closed connection, or a buffer that is full because the peer is frozen."""
         with contextlib.suppress(OSError):
             self.connection.send(message.encode() + b"\n", socket.MSG_DONTWAIT)
 
 
 class Watch:
-    """One per process; it does nothing before `start` and with a single rank.
+    """Monitors the other ranks; one per process. It does nothing before `start` or with a single rank.
 
     Args:
         advice: What the user can do when a rank is lost, for the message.
-        done: Whether ranks may leave without a word by now, because the program has done what it was started for.
+        done: Whether ranks may exit without a message by now, because the program has finished its work.
     """
 
     def __init__(self, advice: str = ADVICE, done: Callable[[], bool] = lambda: False) -> None:
         self.advice, self.done = advice, done
-        self.world: Any = None  # the default process group; what comes after its end is not watched
+        self.world: Any = None  # the default process group; once it is destroyed, ranks are no longer watched
         self.ranks: Ranks | None = None
         self.pid = os.getpid()  # a forked child, such as a worker that loads data, has copies of the connections
         self.lost: str | None = None
         self.ending = False
-        self.leaving = threading.Lock()  # one message, whichever thread leaves
+        self.leaving = threading.Lock()  # only one thread prints the message
         self.peers: list[Peer] = []  # on rank 0 all others, elsewhere rank 0
-        self.silence = 0.0  # seconds without a sign of life after which a rank counts as frozen
+        self.silence = 0.0  # seconds without a heartbeat after which a rank counts as frozen
         self.waiting = False  # this rank's own collective has failed
-        self.verdict_at: float | None = None  # on rank 0: when the ranks that a collective waits for are named
-        self.signals: socket.socket | None = None  # where the numbers of the signals that have come can be read
+        self.verdict_at: float | None = None  # on rank 0: when to name the ranks that a collective waits for
+        self.signals: socket.socket | None = None  # receives the numbers of incoming signals
 
     def start(self, ranks: Ranks) -> None:
-        """Connect to rank 0. If a rank cannot connect, no rank is watched, and rank 0 says so."""
+        """Connect to rank 0; if a rank cannot connect, no rank is monitored, and an error is logged."""
         import torch.distributed as dist
 
         if ranks.world_size == 1:
@@ -130,7 +130,7 @@ class Watch:
                 failure = self._meet_all(listener, token)
         if ranks.any(bool(failure)):
             if failure:
-                logger.error("ranks are not watched (%s): if one is killed, others may wait for it", failure)
+                logger.error("ranks are not monitored (%s): if one is killed, others may wait for it", failure)
             self._disconnect()
             return
         self.world = dist.group.WORLD
@@ -140,13 +140,14 @@ class Watch:
         threading.Thread(target=self._watch, name="mst_scale watch", daemon=True).start()
 
     def close(self) -> None:
-        """This rank ends as it should."""
+        """Announce that this rank exits normally."""
         self._tell("bye")
 
     def explain(self, error: BaseException) -> None:
-        """Called before a rank ends with `error`: if that is only because of another rank, say that and leave.
+        """Exit with a message about the lost rank if `error` is only a consequence of it; otherwise return.
 
-        A collective fails on the survivors a moment before the news of the lost rank arrives.
+        Called before a rank exits with `error`. A collective fails on the other ranks a moment before the message about
+        the lost rank arrives.
         """
         if self.ranks is None or os.getpid() != self.pid:
             return
@@ -185,7 +186,7 @@ class Watch:
                 peer.close()
                 continue
             if not isinstance(who, dict) or who.get("token") != token:
-                peer.close()  # somebody else on the network
+                peer.close()  # an unrelated connection
                 continue
             _keep_alive(peer)
             self.peers.append(Peer(peer, f"rank {who['rank']} ({who['host']}, process {who['pid']})"))
@@ -207,13 +208,13 @@ class Watch:
         return ""
 
     def _disconnect(self) -> None:
-        """Close this process's connections without a word; those of the process it was forked from stay open."""
+        """Close this process's connections without a message; those of the process it was forked from stay open."""
         for peer in self.peers:
             peer.connection.close()
         self.peers = []
 
     def _forked(self) -> None:
-        """In a forked child: connections end with the rank, and signals to the child are not signals to the rank."""
+        """Drop connections and signals in a forked child: they belong to the rank."""
         self._disconnect()
         if self.signals is not None:
             with contextlib.suppress(ValueError):  # not the main thread
@@ -221,8 +222,10 @@ class Watch:
             self.signals.close()
 
     def _hear_signals(self) -> None:
-        """Python runs its handlers on the main thread only, which may be blocked in a collective; this socket gets the
-        signal's number at once, unless the program listens in the same way."""
+        """Receive signal numbers on a socket, unless the program does so itself.
+
+        Python runs signal handlers on the main thread only, which may be blocked in a collective.
+        """
         if threading.current_thread() is not threading.main_thread():
             return
         self.signals, into = socket.socketpair()
@@ -236,46 +239,44 @@ class Watch:
     # --- watching ---
 
     def _watch(self) -> None:
-        """Send and receive signs of life until this rank ends."""
-        there = list(self.peers)
-        looked = beaten = time.monotonic()
+        """Send and receive heartbeats until this rank exits."""
+        connected = list(self.peers)
+        woke_at = beat_at = time.monotonic()
         with selectors.DefaultSelector() as selector:
-            for peer in there:
+            for peer in connected:
                 selector.register(peer.connection, selectors.EVENT_READ, peer)
             if self.signals is not None:
                 selector.register(self.signals, selectors.EVENT_READ)
-            while there and not self.ending and self._joined():
+            while connected and not self.ending and self._joined():
                 every = min(BEAT_SECONDS, min(self.silence, STOPPING_SECONDS) / BEATS)
                 ready = selector.select(every)
                 now = time.monotonic()
-                if (
-                    now - looked > every + self.silence / 2
-                ):  # this process was frozen itself, and has read nothing meanwhile
-                    for peer in there:
+                if now - woke_at > every + self.silence / 2:  # this process itself was frozen and has read nothing
+                    for peer in connected:
                         peer.heard = now
-                looked = now
+                woke_at = now
                 for key, _ in ready:
                     if key.data is None:
                         self._note_signals(key.fileobj)
                     elif any(self._hear(key.data, line) for line in key.data.lines()):
                         selector.unregister(key.fileobj)
-                        there.remove(key.data)
-                if now - beaten >= every:
-                    beaten = now
-                    for peer in there:
+                        connected.remove(key.data)
+                if now - beat_at >= every:
+                    beat_at = now
+                    for peer in connected:
                         peer.send("alive")
-                for peer in there:
+                for peer in connected:
                     if now - peer.heard > self.silence:
-                        silent = f"has given no sign of life for {now - peer.heard:.0f} s: it is frozen, or cut off"
+                        silent = f"has sent no heartbeat for {now - peer.heard:.0f} s: it is frozen or disconnected"
                         self._lose(peer.who, silent)
                 if self.verdict_at is not None and now > self.verdict_at:
-                    self._name_the_stuck(there)
+                    self._name_stuck_ranks(connected)
         if not self._joined():
             for peer in self.peers:
                 peer.send("bye")
 
     def _hear(self, peer: Peer, line: str) -> bool:
-        """Take one message; whether it is the peer's last."""
+        """Handle one message; return whether it is the peer's last one."""
         word, _, who = line.partition(" ")
         if line == "stopping":
             self.silence = min(self.silence, STOPPING_SECONDS)
@@ -292,7 +293,7 @@ class Watch:
         return False
 
     def _note_signals(self, signals: Any) -> None:
-        """A rank that was asked to stop tells rank 0, which may have heard nothing of it."""
+        """Notify rank 0 if this rank was asked to stop, as rank 0 may not have received the signal."""
         assert self.ranks is not None
         if any(number in STOP_SIGNALS for number in signals.recv(64)):
             self.silence = min(self.silence, STOPPING_SECONDS)
@@ -300,7 +301,7 @@ class Watch:
                 self.peers[0].send("stopping")
 
     def _wait_in_vain(self, late: bool) -> None:
-        """This rank's collective has failed: it is not the one that the others wait for."""
+        """Report that this rank's collective has failed, so the others are not waiting for this rank."""
         assert self.ranks is not None
         self.waiting = True
         if self.ranks.first:
@@ -312,18 +313,21 @@ class Watch:
         if late and self.verdict_at is None:
             self.verdict_at = time.monotonic() + COLLECT_SECONDS
 
-    def _name_the_stuck(self, peers: list[Peer]) -> None:
+    def _name_stuck_ranks(self, peers: list[Peer]) -> None:
         stuck = [peer.who for peer in peers if not peer.waiting]
         stuck = stuck if self.waiting else ["rank 0", *stuck]
         seconds = timeout().total_seconds()
         if stuck:
-            self._lose(", ".join(stuck), f"made no progress for {seconds:.0f} s, and a collective waited in vain")
+            self._lose(", ".join(stuck), f"made no progress for {seconds:.0f} s, and a collective timed out")
         self._lose("every rank", f"has waited for the others for {seconds:.0f} s: the network between them is down")
 
     def _fail(self, who: str, killed: bool) -> None:
-        """`who` has failed, and says why itself; or it was killed. The first to go is named, and nobody after it."""
+        """Handle the end of `who`, which has failed and prints its own message, or was killed.
+
+        Only the first rank that ends is named.
+        """
         if killed:
-            self._lose(who, "is gone without a word: killed (out of memory?), or its machine is down")
+            self._lose(who, "is gone without a message: it was killed (out of memory?), or its machine is down")
         self.lost = f"{who} has failed"
         self._pass_on(f"failed {who}")
         time.sleep(GRACE)
@@ -331,13 +335,13 @@ class Watch:
             self._leave()
 
     def _lose(self, who: str, how: str) -> NoReturn:
-        """Tell the others who is lost, and leave."""
+        """Tell the others which rank is lost, and exit."""
         self.lost = f"{who} {how}"
         self._pass_on(f"gone {who}: {how}")
         self._leave()
 
     def _joined(self) -> bool:
-        """Whether the default process group is still the one whose ranks are watched."""
+        """Return whether the default process group is still the one whose ranks are watched."""
         dist = sys.modules["torch.distributed"]
         return dist.group.WORLD is self.world
 
@@ -350,10 +354,10 @@ class Watch:
     def _leave(self) -> NoReturn:
         with self.leaving:
             if not self._joined():
-                sys.exit()  # this thread: nobody waits for the lost rank any more
+                sys.exit()  # ends this thread only: no rank waits for the lost one any more
             assert self.ranks is not None and self.lost is not None
             if self.ranks.first or (self.lost.startswith("rank 0 ") and self.ranks.local_rank <= 1):
-                print(f"\nmst_scale: {self.lost}. The other ranks end now{self.advice}", file=sys.stderr, flush=True)
+                print(f"\nmst_scale: {self.lost}. The other ranks exit now{self.advice}", file=sys.stderr, flush=True)
             os._exit(1)
 
     def _tell(self, word: str) -> None:
@@ -382,14 +386,14 @@ def _listen(world_size: int) -> socket.socket:
 
 
 def _line(peer: socket.socket) -> str:
-    """What the other end says, up to the line's end; "" if it is gone."""
-    said = b""
-    while not said.endswith(b"\n"):
+    """Read one line; return "" if the connection is closed."""
+    line = b""
+    while not line.endswith(b"\n"):
         more = peer.recv(1)
         if not more:
             return ""
-        said += more
-    return said.decode(errors="replace").strip()
+        line += more
+    return line.decode(errors="replace").strip()
 
 
 def _keep_alive(peer: socket.socket) -> None:

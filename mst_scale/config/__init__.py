@@ -1,16 +1,16 @@
-"""Reads the JSON file of an experiment: a DeepSpeed config with four blocks of ours.
+"""Reads the JSON file of an experiment: a DeepSpeed config with four additional blocks.
 
-load          a file → an experiment; ready: the file that a name means
+load          reads a file and returns an experiment; ready: finds ready-made configs by name
 blocks        the blocks model, data and training; method: the block mst
-deepspeed     DeepSpeed's keys that are validated; the batch, the precision and the stage of a config
+deepspeed     the DeepSpeed keys that are validated; batch, precision and stage of a config
 presets       model shapes and recipes by name
-check         combinations that cannot run
-parallel      over how many ranks layers, sequences and the model are cut; placement: on which nodes
-changes       keys that change the result, and in which of them a resumed run differs
+check         rejects combinations of keys that cannot run
+parallel      tensor, sequence and pipeline parallelism of a config
+changes       keys that change the result, and the differences of a resumed run
 renamed       keys and values of version 0.1
-growth        the smaller run that a model grows out of
+growth        the smaller run that a model grows from
 support       whether sparse training is exact with a key of DeepSpeed
-schema        the JSON schema of all that; pages: the tables of it in the docs
+schema        writes the JSON schema; pages: writes the tables of the docs
 """
 
 from mst_scale.config.blocks import (

@@ -1,8 +1,8 @@
-"""The blocks `model`, `data` and `training` of the config, and the experiment that all blocks make up.
+"""Defines the blocks `model`, `data` and `training` of the config, and the experiment that consists of all blocks.
 
-The block `mst` is in method.py, and its own blocks are in the packages that they configure. Each default is that of the
-paper's GPT-2 small where the paper states one. A duration is a number of steps (an integer) or a share of the run (a
-float in [0, 1]), so that a run of 300 steps has the shape of one of 140,000.
+The block `mst` is in method.py, and its own blocks are in the packages that they configure. Defaults are those of the
+paper's GPT-2 small where the paper gives them. A duration is a number of steps (an integer) or a fraction of the run (a
+float in [0, 1]), so that a run of 300 steps has the same shape as one of 140,000.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ RATE_DURATIONS = {
     "decay": "fall from the first step on",
     "restart": "not start again",
 }
-"""Durations of the learning rate in `training`, and what it would do if one were longer than the run."""
+"""Durations of the learning-rate schedule in `training`, and the consequence if one were longer than the run."""
 
 Seed = Annotated[StrictInt, Field(ge=0, le=MAX_SEED)]
 
 
 def in_steps(duration: Duration, total: int) -> int:
-    """Return a duration in steps; a share of `total` above 0 is at least one step."""
+    """Return a duration in steps; a fraction of `total` above 0 is at least one step."""
     return duration if isinstance(duration, int) else max(round(duration * total), int(duration > 0))
 
 
@@ -100,12 +100,12 @@ class ModelConfig:
 
     @property
     def causal(self) -> bool:
-        """Whether a token sees only those before it."""
+        """Whether attention is causal."""
         return self.arch == "gpt"
 
     @property
     def predicted(self) -> int:
-        """Positions of a sequence that the head computes in training: every one, or as many as are masked."""
+        """The number of positions of a sequence that the head computes in training: all, or the masked ones."""
         return self.seq_length if self.causal else max(1, round(self.mask_share * self.seq_length))
 
     @property
@@ -129,12 +129,12 @@ class ModelConfig:
 
 @block("data")
 class DataConfig:
-    """Where tokens come from. With a `source`, a missing `dir` is prepared on first use."""
+    """The corpus. With a `source`, a missing `dir` is prepared on first use."""
 
     dir: str | None = Field(
         default=None,
         description="Folder with `train.bin` and `val.bin`; with a `source` it is created on first use.",
-        json_schema_extra=NO_EFFECT,  # its contents have one, and are compared by their digest
+        json_schema_extra=NO_EFFECT,  # its contents are compared by their digest instead
     )
     source: str | None = Field(
         default=None,
@@ -206,7 +206,7 @@ class BaselineConfig:
 
 @block("training")
 class TrainingConfig:
-    """The run around the model. Batch, precision, ZeRO, optimizer and clipping are DeepSpeed's own keys."""
+    """The training run. Batch, precision, ZeRO, optimizer and clipping are DeepSpeed's own keys."""
 
     steps: StrictInt = Field(default=140_000, ge=1, le=MAX_STEPS, description="Optimizer steps.")
     seed: Seed = Field(default=1337, description="Seed of the weights, the batches and dropout.")
@@ -300,14 +300,14 @@ class TrainingConfig:
             if isinstance(value, int) and value > self.steps:
                 raise UserError(
                     f"training.{name} = {value:,} steps do not fit in training.steps = {self.steps:,}: the learning "
-                    f"rate would {otherwise}; state it as a share of the run, which follows --steps "
+                    f"rate would {otherwise}; give it as a fraction of the run, which follows --steps "
                     f"(training.{name}=0.02)"
                 )
 
 
 @dataclass(frozen=True)
 class Experiment:
-    """One resolved experiment: our four blocks, and the DeepSpeed config that stood beside them."""
+    """A resolved experiment: our four blocks and the DeepSpeed config of the same file."""
 
     model: ModelConfig
     data: DataConfig
@@ -317,13 +317,13 @@ class Experiment:
 
     @property
     def eval_seed(self) -> int:
-        """Of the draw of the validation sequences."""
+        """The seed that selects the validation sequences."""
         own = self.training.eval_seed
         return self.training.seed if own is None else own
 
     @property
     def treats_masked_apart(self) -> bool:
-        """Matrices that can be masked have a learning rate or a weight decay of their own."""
+        """Whether matrices that can be masked have a separate learning rate or weight decay."""
         return self.training.sparse_rate != 0 or self.training.sparse_decay != 1
 
     @property

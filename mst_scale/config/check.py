@@ -1,12 +1,11 @@
 """Checks an experiment for combinations of keys that cannot run.
 
-DeepSpeed finds most of these mistakes too, on every rank at once and deep in a traceback. Here each costs one line,
+DeepSpeed finds most of these mistakes too, but on every rank at once and deep in a traceback. Here each is one line,
 before any process group exists.
 """
 
 from __future__ import annotations
 
-from mst_scale.comm import format_value
 from mst_scale.config.blocks import Experiment
 from mst_scale.config.deepspeed import (
     BATCH_KEYS,
@@ -18,13 +17,13 @@ from mst_scale.config.deepspeed import (
 )
 from mst_scale.config.parallel import check_parallel
 from mst_scale.config.support import check_supported
-from mst_scale.errors import UserError
+from mst_scale.errors import UserError, format_value
 
 __all__ = ["BATCH_KEYS", "batch_shape", "check", "global_batch", "largest_micro", "peak_learning_rate"]
 
-# Numbers that Hugging Face's Trainer fills in where they are "auto"; here nobody does.
+# Numbers for which Hugging Face's Trainer replaces "auto"; pretrain does not.
 _NEEDED = ("weight_decay", "eps", "betas", "muon_lr", "adam_lr")
-# Features of DeepSpeed that our loop does not work with, dense runs included (for sparse runs see support.py).
+# Features of DeepSpeed that our training loop does not support, even for dense runs (for sparse runs see support.py).
 _UNTESTED = ("hybrid_engine", "curriculum_learning", "progressive_layer_drop")
 
 
@@ -38,7 +37,7 @@ def check(experiment: Experiment) -> None:
     ds, training = experiment.deepspeed, experiment.training
     if ds.get("optimizer") and training.min_lr > (peak := peak_learning_rate(ds)):
         raise UserError(
-            f"training.min_lr = {training.min_lr:g} is above optimizer.params.lr = {peak:g}, and the rate would rise: "
+            f"training.min_lr = {training.min_lr:g} is above optimizer.params.lr = {peak:g}, so the rate would rise: "
             "set training.min_lr below it"
         )
     stage_of(ds)
@@ -66,7 +65,7 @@ def check(experiment: Experiment) -> None:
 
 
 def _check_stated(experiment: Experiment) -> None:
-    """What a program of one's own may leave open, but `pretrain` has to know."""
+    """Check the values that a custom loop may leave open, but `pretrain` requires."""
     ds, optimizer = experiment.deepspeed, experiment.deepspeed["optimizer"]
     if not isinstance(optimizer.get("type"), str):
         raise UserError(f'optimizer.type must be a string such as "AdamW", not {format_value(optimizer.get("type"))}')
@@ -82,12 +81,12 @@ def _check_stated(experiment: Experiment) -> None:
 
 
 def _check_separate_groups(experiment: Experiment) -> None:
-    """Whether the matrices that can be masked can be a parameter group with a rate or a decay of its own."""
+    """Check that the matrices that can be masked can be a separate parameter group."""
     optimizer = experiment.deepspeed["optimizer"]
     if str(optimizer.get("type")).lower() == "muon":
         raise UserError(
-            "training.sparse_rate and training.sparse_decay do not work with Muon, which makes parameter groups of its "
-            "own: leave them out"
+            "training.sparse_rate and training.sparse_decay do not work with Muon, which creates its own parameter "
+            "groups: leave them out"
         )
     if experiment.mst.masks is not None or experiment.mst.function is not None:
         raise UserError(
@@ -95,4 +94,4 @@ def _check_separate_groups(experiment: Experiment) -> None:
             f"{experiment.mst.method} has none: leave them out"
         )
     if experiment.training.sparse_decay != 1 and "weight_decay" not in optimizer.get("params", {}):
-        raise UserError("training.sparse_decay is a multiple of optimizer.params.weight_decay: state that")
+        raise UserError("training.sparse_decay is a multiple of optimizer.params.weight_decay: set that too")

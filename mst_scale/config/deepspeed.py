@@ -1,8 +1,8 @@
-"""The keys of a DeepSpeed config whose types and ranges are validated here, and what is read of them in many places.
+"""Validates the types and ranges of some keys of a DeepSpeed config, and reads batch, precision and stage.
 
-DeepSpeed accepts some of these with any value and fails later, on every rank and without the key; others would train
-"successfully" without learning when they are far off. All other keys are passed on as they are. Whether sparse training
-works with a key is another question (support.py).
+DeepSpeed accepts any value for some of these keys and fails later, on every rank and without naming the key; with
+others, training would run without learning if the value is far off. All other keys are passed on unchanged. Whether
+sparse training works with a key is a separate question (support.py).
 """
 
 from __future__ import annotations
@@ -11,8 +11,7 @@ import math
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from mst_scale.comm import format_value
-from mst_scale.errors import UserError
+from mst_scale.errors import UserError, format_value
 from mst_scale.validation import MILLION, Field, StrictBool, StrictFloat, StrictInt, ZeroOr, block
 
 STAGES, PRECISIONS = (0, 1, 2, 3), ("fp32", "bf16", "fp16")
@@ -20,7 +19,7 @@ BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_ac
 
 Open = Literal["auto"] | None
 """Hugging Face's Trainer fills in "auto"; null leaves DeepSpeed's default."""
-Average = Annotated[StrictFloat, Field(ge=0, le=0.999999)]  # closer to 1 it never forgets its first value, 0
+Average = Annotated[StrictFloat, Field(ge=0, le=0.999999)]  # closer to 1, it would stay near its initial value, 0
 Share = Annotated[StrictFloat, Field(ge=0, le=1)]
 Positive = Annotated[StrictFloat, Field(gt=0)]
 _MAX_SCALE = 2**32  # of a loss in fp16, where gradients overflow above 65504
@@ -30,7 +29,7 @@ _MAX_SCALE = 2**32  # of a loss in fp16, where gradients overflow above 65504
 class OptimizerParams:
     """Parameters of the optimizer; each optimizer has its own."""
 
-    lr: StrictFloat | Open = Field(default=None, description="Peak learning rate.")  # a high one may diverge: no range
+    lr: StrictFloat | Open = Field(default=None, description="Peak learning rate.")  # any value, even one that diverges
     betas: Annotated[list[Average], Field(min_length=2, max_length=2)] | Open = Field(
         default=None, description="Decay of the running averages of Adam."
     )
@@ -158,10 +157,10 @@ def precision_of(deepspeed: Mapping[str, Any]) -> str:
 
 
 def stage_of(deepspeed: Mapping[str, Any]) -> int:
-    """Return the ZeRO stage of a config, 0 where it states none.
+    """Return the ZeRO stage of a config, by default 0.
 
     Raises:
-        UserError: if the stage is not one of 0, 1, 2 and 3. Every other check depends on it, so it comes first.
+        UserError: if the stage is not 0, 1, 2 or 3.
     """
     inside = deepspeed.get("zero_optimization")
     stage = inside.get("stage", 0) if isinstance(inside, Mapping) else 0
@@ -186,10 +185,13 @@ def peak_learning_rate(deepspeed: Mapping[str, Any]) -> float:
 
 
 def batch_shape(deepspeed: Mapping[str, Any], world_size: int) -> tuple[int, int, int]:
-    """Return (sequences per update, per rank and micro-batch, micro-batches per update), by DeepSpeed's rule.
+    """Divide the batch by DeepSpeed's rule.
+
+    Returns:
+        Sequences per update, sequences per micro-batch of a rank, and micro-batches per update.
 
     Raises:
-        UserError: if the batch cannot be divided in this way.
+        UserError: if the keys contradict each other or the batch cannot be divided.
     """
     total, micro, accumulation = (_stated_size(deepspeed, key) for key in BATCH_KEYS)
     if total is None and micro is None:
@@ -216,7 +218,7 @@ def batch_shape(deepspeed: Mapping[str, Any], world_size: int) -> tuple[int, int
 
 
 def global_batch(deepspeed: Mapping[str, Any], world_size: int) -> int:
-    """Return the sequences per update; a stated train_batch_size even if these ranks cannot share it."""
+    """Return the sequences per update; train_batch_size if it is set, even if these ranks cannot share it."""
     total = _stated_size(deepspeed, "train_batch_size")
     return total if total is not None else batch_shape(deepspeed, world_size)[0]
 

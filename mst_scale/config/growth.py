@@ -1,6 +1,6 @@
-"""Finds the smaller run whose weights a model starts from, and checks that the two fit.
+"""Finds the smaller run whose weights a model starts from, and checks that the two are compatible.
 
-Only the config of the smaller run is read, not its weights, and torch is not needed.
+This reads only the config of the smaller run, not its weights, and does not need torch.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ OPTION = "--from"
 
 
 def folder_of(run: str) -> Path:
-    """Return the folder that a name refers to: that of a run, or of one of its checkpoints."""
+    """Return the folder of a run, or of one of its checkpoints."""
     return Path(os.path.expanduser(run))
 
 
@@ -33,20 +33,20 @@ def smaller_model(run: str) -> ModelConfig:
     if not config.is_file():
         raise UserError(f"{OPTION} {run}: there is no {config}: {fix}")
     raw = read_of_run(config)
-    if "model" not in raw:  # of transformers, say
+    if "model" not in raw:  # for example a transformers model
         raise UserError(f"{OPTION} {run}: {config} has no model block: {fix}")
     return parse(ModelConfig, raw["model"], "model", str(config))
 
 
 def check_growth(experiment: Experiment, begun: bool) -> None:
-    """Check that an experiment that grows names a smaller run that fits.
+    """Check that an experiment that grows names a compatible smaller run.
 
     Args:
         experiment: the larger run.
-        begun: whether it has already started, so that the smaller run is not needed any more.
+        begun: whether it has already started, so that the smaller run is no longer needed.
 
     Raises:
-        UserError: if the smaller run is missing or does not fit.
+        UserError: if the smaller run is missing or incompatible.
     """
     mst = experiment.mst
     if mst.growth is None:

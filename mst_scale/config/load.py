@@ -1,8 +1,9 @@
-"""Turns a JSON file into an experiment.
+"""Loads an experiment from a JSON file.
 
-file, or the name of a ready one → dict → `--set` overrides → recipe and method presets under the user's own keys →
-frozen blocks, strictly validated: an unknown or ill-typed key is an error that names the key, the file and the nearest
-valid name. The other keys belong to DeepSpeed: a few are validated (deepspeed.py), and all are passed on as they are.
+A file, or the name of a ready-made config, is read as a dict, changed by `--set` overrides, and completed from recipe
+and method presets, over which the user's keys take precedence. The resulting blocks are frozen and strictly validated:
+an unknown key or a wrong type is an error that names the key, the file and the nearest valid name. The other keys
+belong to DeepSpeed: some are validated (deepspeed.py), and all are passed on unchanged.
 """
 
 from __future__ import annotations
@@ -17,16 +18,15 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from mst_scale.comm import format_value
 from mst_scale.comm.parser import validate_printable
 from mst_scale.config.blocks import DataConfig, Experiment, ModelConfig, TrainingConfig
 from mst_scale.config.deepspeed import DeepSpeedKeys
 from mst_scale.config.method import MSTConfig
 from mst_scale.config.presets import MODELS, RECIPES
-from mst_scale.config.ready import config_file, refusal
+from mst_scale.config.ready import config_file, describe_missing
 from mst_scale.config.renamed import current_key, current_value, with_current_names
 from mst_scale.config.support import known_keys
-from mst_scale.errors import Damaged, UserError
+from mst_scale.errors import Damaged, UserError, format_value
 from mst_scale.methods import METHODS
 from mst_scale.validation import MAX_SEED, keys_of, parse
 
@@ -36,9 +36,18 @@ BLOCKS = {"model": ModelConfig, "data": DataConfig, "training": TrainingConfig, 
 
 
 def load(config: str | Path | dict[str, Any], overrides: Iterable[str] = (), method: str | None = None) -> Experiment:
-    """The experiment in a file, of a ready config's name or in a dict.
+    """Load an experiment.
 
-    Later wins: presets of its recipe and method, the file, a recipe among `overrides`, `method`, the other overrides.
+    In increasing precedence: presets of the config's recipe and method, the config itself, a recipe among `overrides`,
+    `method`, and the other overrides.
+
+    Args:
+        config: a file, the name of a ready-made config, or a dict.
+        overrides: changes of the form "mst.sparsity.max=0.9", as `--set` takes them.
+        method: overrides mst.method.
+
+    Raises:
+        UserError: if the config cannot be read or is invalid.
     """
     where, raw = _composed(config, overrides, method)
     return resolve(raw, where)
@@ -47,7 +56,7 @@ def load(config: str | Path | dict[str, Any], overrides: Iterable[str] = (), met
 def overridden_in_recipe(
     config: str | Path | dict[str, Any], overrides: Iterable[str] = (), method: str | None = None
 ) -> str | None:
-    """Return one line about the keys that replace values of the config's recipe; None if there are none.
+    """Describe the keys that override values of the config's recipe in one line; None if there are none.
 
     The arguments are those of `load`, which accepts such a config.
     """
@@ -60,7 +69,7 @@ def overridden_in_recipe(
 
 
 def _replaced(recipe: Mapping[str, Any], user: Mapping[str, Any], path: str) -> Iterator[str]:
-    """Each value of a recipe for which the user's block has another one, as `key = value (recipe: value)`."""
+    """Yield each value of a recipe that the user's block overrides, as `key = value (recipe: value)`."""
     for key, value in recipe.items():
         if key not in user or user[key] == value:
             continue
@@ -89,16 +98,24 @@ def _composed(
 
 
 def _take_method(raw: dict[str, Any], method: str, where: str) -> None:
-    """The preset of another method than the file's, or its recipe's, is laid over it."""
+    """Apply the preset of a method over the config, unless the config or its recipe already uses the method."""
     mst, recipe = raw.get("mst", {}), raw.get("recipe")
     of_recipe = RECIPES.get(recipe, {}).get("mst", {}) if isinstance(recipe, str) else {}
     if method != {**of_recipe, **mst}.get("method"):
-        mst.pop("options", None)  # they are the other method's
+        mst.pop("options", None)  # they belong to the other method
         raw["mst"] = {**_under(mst, METHODS[_known(method, METHODS, "method", where)].preset), "method": method}
 
 
 def read(config: str | Path | dict[str, Any]) -> tuple[str, dict[str, Any]]:
-    """(name for messages, a dict of our own). Comments are not JSON: a file that cannot be parsed is named."""
+    """Read a config.
+
+    Returns:
+        Its name for messages, and a new dict.
+
+    Raises:
+        UserError: if the file does not exist, cannot be read or is not valid JSON.
+        OSError: if the machine fails.
+    """
     if isinstance(config, dict):
         own = copy.deepcopy({key: value for key, value in config.items() if key != SCHEMA_KEY})
         return "config", with_current_names(own, "config")
@@ -106,31 +123,35 @@ def read(config: str | Path | dict[str, Any]) -> tuple[str, dict[str, Any]]:
     try:
         raw = json.loads(path.read_text("utf-8-sig"), object_pairs_hook=_without_repeats)
     except FileNotFoundError:
-        raise UserError(refusal(config)) from None
+        raise UserError(describe_missing(config)) from None
     except (PermissionError, IsADirectoryError, NotADirectoryError, UnicodeDecodeError) as error:
         raise UserError(f"{path}: cannot be read: {error}") from None
-    except OSError as error:  # the machine's failure (EIO, ESTALE), whose message alone would not name the file
+    except OSError as error:  # the machine failed (EIO, ESTALE); the message alone would not name the file
         raise OSError(error.errno, f"cannot be read: {error.strerror}", str(path)) from None
     except json.JSONDecodeError as error:
         raise UserError(f"{path}: not valid JSON: {error.msg} at line {error.lineno}, column {error.colno}") from None
     except KeyError as error:
-        raise UserError(f"{path}: the key {error} stands twice in one object") from None
+        raise UserError(f"{path}: the key {error} occurs twice in one object") from None
     except RecursionError:
-        raise UserError(f"{path}: not valid JSON: nested too deep") from None
+        raise UserError(f"{path}: not valid JSON: nested too deeply") from None
     except ValueError as error:  # an integer of thousands of digits
         raise UserError(f"{path}: not valid JSON: {error}") from None
     if not isinstance(raw, dict):
-        raise UserError(f"{path}: a config is a JSON object, this is a {type(raw).__name__}")
+        raise UserError(f"{path}: a config must be a JSON object, not {type(raw).__name__}")
     raw.pop(SCHEMA_KEY, None)
     return str(Path(config)), with_current_names(raw, str(Path(config)))
 
 
 def read_saved(path: Path) -> dict[str, Any]:
-    """Return the resolved config that a run has written; a file that does not hold it any more is Damaged."""
+    """Return the resolved config that a run has written.
+
+    Raises:
+        Damaged: if the file cannot be parsed.
+    """
     try:
         return read(path)[1]
     except UserError as error:
-        raise Damaged(f"{error}; the run wrote this file, and run.json beside it holds the same as 'config'") from None
+        raise Damaged(f"{error}; the run wrote this file, and run.json next to it has a copy under 'config'") from None
 
 
 def read_of_run(path: Path) -> dict[str, Any]:
@@ -144,12 +165,12 @@ def load_of_run(path: Path) -> Experiment:
 
 
 def states(config: Experiment | str | Path | dict[str, Any], block: str, key: str) -> bool:
-    """Whether a config itself gives a key of one of our blocks a value; a resolved experiment gives them all."""
+    """Return whether a config sets a key of one of our blocks; a resolved experiment sets all of them."""
     return isinstance(config, Experiment) or read(config)[1].get(block, {}).get(key) is not None
 
 
 def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """An object of JSON; a key that stands twice is refused, because its first value would be lost in silence."""
+    """Build a JSON object; reject repeated keys, of which Python's reader would silently keep the last one."""
     for i, (key, _) in enumerate(pairs):
         if any(key == other for other, _ in pairs[:i]):
             raise KeyError(key)
@@ -157,13 +178,17 @@ def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def apply_override(raw: dict[str, Any], override: str) -> None:
-    """`mst.sparsity.max=0.9`: the value is read as JSON where it is JSON, else as a string."""
+    """Apply an override such as `mst.sparsity.max=0.9` in place; a value that is not JSON is a string.
+
+    Raises:
+        UserError: if the override has another form.
+    """
     key, equals, text = override.partition("=")
     if not equals or not all(key.split(".")):
         raise UserError(f"--set {format_value(override)}: write KEY=VALUE, for example mst.sparsity.max=0.9")
     try:
         value = json.loads(text)
-    except (ValueError, RecursionError):  # not JSON, or nested too deep
+    except (ValueError, RecursionError):  # not JSON, or nested too deeply
         value = text
     key = current_key(key)
     value = current_value(key, value)
@@ -177,10 +202,18 @@ def apply_override(raw: dict[str, Any], override: str) -> None:
 
 
 def resolve(raw: dict[str, Any], where: str = "config") -> Experiment:
-    """Presets filled in under what the user wrote, then every block checked."""
+    """Fill in presets under the user's keys, and validate every block.
+
+    Args:
+        raw: the config as a dict.
+        where: its name, for messages.
+
+    Raises:
+        UserError: if a key or value is invalid.
+    """
     deepspeed = {key: value for key, value in raw.items() if key not in BLOCKS and key != "recipe"}
     _check_printable(raw, where)
-    # Accelerate writes infinity, so that DeepSpeed prints no steps: the one value that is no integer and valid
+    # Accelerate sets infinity so that DeepSpeed never prints, the only valid value that is not an integer
     never_prints = deepspeed.get("steps_per_print") == math.inf
     keys = {key: value for key, value in deepspeed.items() if not (key == "steps_per_print" and never_prints)}
     parse(DeepSpeedKeys, keys, "", where)
@@ -188,7 +221,7 @@ def resolve(raw: dict[str, Any], where: str = "config") -> Experiment:
     for key in deepspeed:
         if key in known_keys():
             continue
-        near = [path for path in _paths() if path.rpartition(".")[2] == key]  # a block is missing before it
+        near = [path for path in _paths() if path.rpartition(".")[2] == key]  # the key of a nested block
         near = near or difflib.get_close_matches(key, [*known_keys(), *ours_at_top], n=1, cutoff=0.8)
         near = near or [name for name in ours_at_top if sorted(name) == sorted(key.lower())]  # "mts", "MST"
         if near:
@@ -202,7 +235,7 @@ def resolve(raw: dict[str, Any], where: str = "config") -> Experiment:
         ours = {name: _under(recipe.get(name, {}), block) for name, block in ours.items()}
     if "mst" not in raw and "recipe" not in raw:
         ours["mst"] = {"method": "dense"}
-    method = ours["mst"].get("method")  # a block that names none is refused where a schedule is asked for
+    method = ours["mst"].get("method")  # a block without a method is rejected when a schedule is needed
     of = METHODS[_known("dense" if method is None else method, METHODS, "mst.method", where)]
     ours["mst"] = _under(of.preset, ours["mst"])
     ours["mst"]["options"] = parse(of.options, ours["mst"].get("options", {}), "mst.options", where)
@@ -218,19 +251,19 @@ def resolve(raw: dict[str, Any], where: str = "config") -> Experiment:
 
 @functools.cache
 def _paths() -> tuple[str, ...]:
-    """Every key of our blocks, with those around it, and of the optimizer the rate; short ones first."""
+    """Return all dotted keys of our blocks and that of the learning rate, the least nested first."""
     ours = [key for name, cls in BLOCKS.items() for key, _ in keys_of(cls, name)]
     return tuple(sorted([*ours, "optimizer.params.lr"], key=lambda key: key.count(".")))
 
 
 def _check_printable(raw: dict[str, Any], where: str) -> None:
-    """Refuse what no message and no file could hold; in a loop, because a deeply nested file would end a recursion."""
+    """Reject values that messages and files cannot contain (iteratively, because a config may be deeply nested)."""
     left: list[tuple[Any, str, int]] = [(raw, "", 0)]
     try:
         while left:
             value, path, depth = left.pop()
             if depth > MAX_DEPTH:
-                raise UserError(f"{format_value(path)}: nested more than {MAX_DEPTH} deep")
+                raise UserError(f"{format_value(path)}: nested more than {MAX_DEPTH} levels deep")
             if isinstance(value, dict):
                 for key in value:
                     if not isinstance(key, str):
@@ -248,20 +281,21 @@ def _check_printable(raw: dict[str, Any], where: str) -> None:
 
 
 def _stride_in_tokens(mst: dict[str, Any], context: int, where: str) -> dict[str, Any]:
-    """A stride may be stated as a share of the context; of 1,024 tokens where the model is not ours to state."""
+    """Convert a stride that is given as a fraction of the context to tokens."""
     attention = mst.get("attention")
     stride = attention.get("stride") if isinstance(attention, dict) else None
     if not isinstance(stride, float):
         return mst
     if not 0 < stride <= 1:
         raise UserError(
-            f"{where}: mst.attention.stride = {stride}: give tokens (an integer) or a share of the context (0…1)"
+            f"{where}: mst.attention.stride = {stride} must be tokens (an integer) or a fraction of the context "
+            "in (0, 1]"
         )
     return _under(mst, {"attention": {"stride": max(1, round(stride * context))}})
 
 
 def to_dict(experiment: Experiment) -> dict[str, Any]:
-    """The resolved experiment in the form it was read: `load(to_dict(e)) == e`."""
+    """Return the resolved experiment in the form that `load` reads: `load(to_dict(e)) == e`."""
     return {
         **experiment.deepspeed,
         **{name: dataclasses.asdict(getattr(experiment, name)) for name in BLOCKS},
@@ -269,13 +303,13 @@ def to_dict(experiment: Experiment) -> dict[str, Any]:
 
 
 def _under(preset: Mapping[str, Any], user: Mapping[str, Any]) -> dict[str, Any]:
-    """The preset, with the user's keys laid over it, block by block."""
+    """Merge the user's keys into a copy of the preset, recursively; the user's keys take precedence."""
     merged = copy.deepcopy(dict(preset))
     for key, value in user.items():
         if isinstance(value, dict) and isinstance(merged.get(key), dict):
             merged[key] = _under(merged[key], value)
         else:
-            merged[key] = copy.deepcopy(value)  # a copy, so that an override does not change the presets
+            merged[key] = copy.deepcopy(value)  # so that overrides do not change the presets
     return merged
 
 

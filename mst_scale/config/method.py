@@ -1,7 +1,6 @@
-"""The block `mst`: Mixed Sparsity Training as a user states it, and the schedules that follow from it.
+"""Defines the block `mst`, which combines the blocks of the three parts of the method, and derives the schedules.
 
-The blocks in it belong to the parts of the method that they configure; here they come together. Importing this needs
-neither torch nor a model, so that a plan or a table starts at once.
+Importing this file does not import torch, so that commands such as `mst plan` start quickly.
 """
 
 from __future__ import annotations
@@ -38,7 +37,11 @@ class TargetsConfig:
     lm_head: StrictBool = Field(default=True, description="Include the LM head, even if it is tied to the embedding.")
 
     def choose(self, names: Collection[str]) -> list[str]:
-        """The names of matrices that match an `include` glob and no `exclude` glob, in the given order."""
+        """Return the names of matrices that match an `include` glob and no `exclude` glob, in the given order.
+
+        Raises:
+            UserError: if there are none, or a glob does not match anything.
+        """
         if not names:
             raise UserError(
                 "the model has no matrix that can become sparse (norms, biases and embeddings never do): use method "
@@ -122,21 +125,19 @@ class MSTConfig:
                 "mst.sparsity.distribution = uniform"
             )
         if self.like is not None and self.method != "dense-short":
-            raise UserError(f"mst.like goes with method dense-short, not with {self.method}: leave it out")
-
+            raise UserError(f"mst.like is for method dense-short, not for {self.method}: leave it out")
         if self.grow_from is not None and self.growth is None:
-            raise UserError(f"mst.grow_from goes with methods ligo and stack, not with {self.method}: leave it out")
-
+            raise UserError(f"mst.grow_from is for methods ligo and stack, not for {self.method}: leave it out")
         function, variation = self.function, self.sparsity.variation
         if function is not None and variation not in function.variations:
             raise UserError(
-                f"mst.sparsity.variation = {variation} does not go with method {self.method}: choose one of "
+                f"mst.sparsity.variation = {variation} does not work with method {self.method}: choose one of "
                 f"{', '.join(function.variations)}"
             )
         if function is not None and function.sparsity not in (None, self.sparsity.max):
             raise UserError(
-                f"mst.sparsity.max = {self.sparsity.max:g}: what method {self.method} keeps is decided by mst.options; "
-                f"it has to say {function.sparsity:g}"
+                f"mst.sparsity.max = {self.sparsity.max:g}: the mst.options of method {self.method} determine the "
+                f"sparsity; set it to {function.sparsity:g}"
             )
 
     @property
@@ -148,7 +149,7 @@ class MSTConfig:
 
     @cached_property
     def function(self) -> WeightFunction | None:
-        """What layers multiply with, of what their parameters store; None where that is the weight itself."""
+        """The function from stored parameters to the weights that layers use; None if they are the same."""
         of = None if self.method is None else METHODS[self.method]
         if of is None or of.function is None:
             return None
@@ -157,7 +158,7 @@ class MSTConfig:
 
     @cached_property
     def growth(self) -> Growth | None:
-        """How the model grows out of a smaller run's; None where it begins otherwise."""
+        """The growth from a smaller model; None if the model does not start from one."""
         of = None if self.method is None else METHODS[self.method]
         if of is None or of.growth is None:
             return None
@@ -168,32 +169,31 @@ class MSTConfig:
     def stays_dense(self) -> bool:
         """Whether no weight is ever masked."""
         self.require_method()
-        hidden = self.function is not None and not self.function.elementwise  # what is stored is dense
+        hidden = self.function is not None and not self.function.elementwise  # the stored parameters are dense
         return self.sparsity.variation == "dense" or self.sparsity.max == 0 or hidden
 
     def require_method(self) -> None:
-        """Refuse a block that names no method: the run would be dense whatever its other keys say."""
+        """Raise UserError if the block has no method, because the run would be dense whatever the other keys are."""
         if self.method is None:
             raise UserError(
-                'the mst block names no method, so nothing would be sparse: add "method": "mst" (or --method mst), or '
-                '"dense" if that is meant'
+                'the mst block has no method, so nothing would be sparse: add "method": "mst" (or --method mst), or '
+                '"dense" if that is intended'
             )
 
     def schedule(self, total_steps: int) -> Schedule:
-        """Phase, sparsity and update fraction of every step of a run."""
+        """Return the schedule of phase, sparsity and update fraction for a run of `total_steps`."""
         self.require_method()
         return self.sparsity.schedule(total_steps, self.topology)
 
     def attention_schedule(self, total_steps: int) -> AttentionSchedule:
-        """The pattern of every step: the config's, until attention turns dense. A run that ends before it would, ends
-        with the pattern that it was trained with."""
+        """Return the attention pattern of every step of a run of `total_steps`."""
         attention, schedule = self.attention, self.schedule(total_steps)
         if attention.pattern == "dense":
             return AttentionSchedule()
         if attention.dense_from == "restore_end":
             dense_from: int | None = schedule.sparse_until
         elif attention.dense_from == "ultra_end":
-            restored_from = schedule.first_step("restore")  # 0 in a run that begins with it
+            restored_from = schedule.first_step("restore")  # may be 0
             dense_from = schedule.sparse_until if restored_from is None else restored_from
         elif isinstance(attention.dense_from, float):
             dense_from = round(attention.dense_from * total_steps)
@@ -211,7 +211,7 @@ class MSTConfig:
 
     @property
     def depends_on_length(self) -> bool:
-        """Whether the schedule changes with the run's length; it does not where every duration is stated in steps."""
+        """Whether the schedule changes with the length of the run."""
         self.require_method()
         shares = self.attention.pattern != "dense" and isinstance(self.attention.dense_from, float)
         return shares or self.sparsity.depends_on_length(self.topology)

@@ -1,7 +1,7 @@
-"""Writes what docs/config.md and docs/compatibility.md say of the keys: `python -m mst_scale.config.pages`.
+"""Writes the tables of docs/config.md, and docs/compatibility.md: `python -m mst_scale.config.pages`.
 
-In docs/config.md each table stands between `<!-- keys: BLOCK -->` and `<!-- end -->` and is made of the descriptions
-of the block. docs/compatibility.md is made of deepspeed_support.json as a whole.
+In docs/config.md, each table is between `<!-- keys: BLOCK -->` and `<!-- end -->` and lists the descriptions of the
+block. docs/compatibility.md is generated from deepspeed_support.json as a whole.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from `mst_scale/config/deepspeed_support.json` by `python -m mst_scale.config.pa
 
 
 def config_page(text: str) -> str:
-    """Return a page with its tables of keys written anew."""
+    """Return a page with its tables of keys updated."""
     return _TABLE.sub(lambda found: found[1] + _table(found[2]) + found[3], text)
 
 
@@ -55,7 +55,7 @@ def support_page() -> str:
 
 
 def _table(path: str) -> str:
-    """The keys of a block; the blocks of `mst` have tables of their own."""
+    """Return the table of a block; the blocks of `mst` have separate tables."""
     name = path.partition(".")[0]
     descriptions = {key: field.description for key, field in keys_of(BLOCKS[name], name)}
     lines = ["| key | default | meaning |", "|---|---|---|"]
@@ -67,7 +67,7 @@ def _table(path: str) -> str:
 
 
 def defaults(cls: Any, path: str) -> list[tuple[str, Any]]:
-    """Return (dotted key, default) of the keys of a block that are no blocks themselves."""
+    """Return (dotted key, default) of the keys of a block, including those of nested blocks."""
     found: list[tuple[str, Any]] = []
     for field in dataclasses.fields(cls):
         made: Any = getattr(cls(), field.name)
@@ -80,7 +80,7 @@ def defaults(cls: Any, path: str) -> list[tuple[str, Any]]:
 
 
 def _format_default(value: Any) -> str:
-    """As JSON; a share of the paper's 140,000 steps as a fraction."""
+    """Format a default as JSON, or as a fraction of the paper's 140,000 steps."""
     for whole in _SHARES:
         if isinstance(value, float) and len(repr(value)) > 10 and round(value * whole) / whole == value:
             return f"{round(value * whole)}/{whole}"

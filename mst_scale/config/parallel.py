@@ -1,7 +1,7 @@
-"""Reads tensor, sequence and pipeline parallelism from DeepSpeed's keys, and checks what works with them.
+"""Reads tensor, sequence and pipeline parallelism from DeepSpeed's keys, and rejects what does not work with them.
 
-Our own layers implement the parallelism of our models, so DeepSpeed must not see these keys (`without_sizes`): it would
-split the model a second time.
+The parallelism of our models is implemented by our own layers, so DeepSpeed must not see these keys
+(`without_sizes`): it would split the model a second time.
 """
 
 from __future__ import annotations
@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from mst_scale.comm import ParallelDims, format_value
+from mst_scale.comm import ParallelDims
 from mst_scale.config.blocks import Experiment, ModelConfig
 from mst_scale.config.method import MSTConfig
-from mst_scale.errors import UserError
+from mst_scale.errors import UserError, format_value
 
 KEYS = {"tensor": "tensor_parallel.autotp_size", "sequence": "sequence_parallel_size", "pipeline": "pipeline.stages"}
 
@@ -53,7 +53,7 @@ def check_parallel(experiment: Experiment) -> None:
     """Check that an experiment works with the parallelism that it states.
 
     Raises:
-        UserError: for the first thing that needs a whole model on each rank.
+        UserError: for the first setting that needs a whole model on each rank.
     """
     sizes = sizes_of(experiment.deepspeed)
     if sizes.model == 1:
@@ -66,9 +66,9 @@ def check_parallel(experiment: Experiment) -> None:
 
 
 def describe_conflict(experiment: Experiment, sizes: ParallelDims) -> str | None:
-    """Describe why an experiment does not work with this parallelism, whatever its model, and the fix; None if it does.
+    """Describe why an experiment does not work with this parallelism, and the fix; None if it does.
 
-    A run checks this before it starts, and a plan before it proposes a layout.
+    This does not depend on the model's shape. A run checks it at the start, and a plan before it proposes a layout.
     """
     if sizes.model == 1:
         return None
@@ -88,8 +88,8 @@ def describe_conflict(experiment: Experiment, sizes: ParallelDims) -> str | None
     muon = str(optimizer.get("type")).lower() == "muon" and not mst.stays_dense
     if muon and sizes.tensor * sizes.pipeline > 1:
         return (
-            f"sparse training is not tested with Muon in layers or models cut over ranks ({sizes.describe()}): use "
-            "data or sequence parallelism only, or AdamW"
+            f"sparse training with Muon has not been tested with {sizes.describe()} parallelism: use data or sequence "
+            "parallelism only, or AdamW"
         )
     return describe_method_conflict(mst, sizes)
 
@@ -99,7 +99,7 @@ def describe_method_conflict(mst: MSTConfig, sizes: ParallelDims) -> str | None:
     if mst.growth is not None and sizes.model > 1:
         return (
             f"method {mst.method} needs the whole model on each rank, and {sizes.describe()} divides it: grow the "
-            "model in a run of its own, or use ZeRO only"
+            "model in a separate run, or use ZeRO only"
         )
     if mst.function is not None and sizes.tensor * sizes.pipeline > 1:
         return (
@@ -139,13 +139,13 @@ def check_divisible(model: ModelConfig, sizes: ParallelDims) -> None:
             f"{stages}: the pipeline supports GPT models only, and model.arch is {model.arch!r}: set it to 1"
         )
     if sizes.pipeline > model.n_layer:
-        raise UserError(f"{stages} and model.n_layer = {model.n_layer}: each stage needs a block: set it lower")
+        raise UserError(f"{stages} exceeds model.n_layer = {model.n_layer}, but each stage needs a block: lower it")
     if sizes.sequence > 1:
         raise UserError(f"{stages} does not work with {KEYS['sequence']} = {sizes.sequence}: set one of them to 1")
 
 
 def check_pipeline(deepspeed: Mapping[str, Any]) -> None:
-    """Check what DeepSpeed's pipeline engine does not support or computes differently.
+    """Check for keys that DeepSpeed's pipeline engine does not support or handles differently.
 
     Raises:
         UserError: for the first such key.
@@ -174,6 +174,3 @@ def check_pipeline(deepspeed: Mapping[str, Any]) -> None:
                 f"{key} does not work with a pipeline, as DeepSpeed starts the timer of the backward pass twice: leave "
                 "it out (each row of metrics.jsonl has step_ms)"
             )
-
-
-why_not_cut, refuse_untried = describe_conflict, check_parallel  # as mst_scale.plan and its tests call them

@@ -20,13 +20,13 @@ MODELS: dict[str, dict[str, Any]] = {
     "gpt3-175b": {"n_layer": 96, "n_head": 96, "n_embd": 12288, "seq_length": 2048},
     "bert-base": {"n_layer": 12, "n_head": 12, "n_embd": 768, **_BERT},
     "bert-large": {"n_layer": 24, "n_head": 16, "n_embd": 1024, **_BERT},
-    "tiny": {"n_layer": 6, "n_head": 12, "n_embd": 384},  # the paper's small dense model; as a method: methods.tiny
+    "tiny": {"n_layer": 6, "n_head": 12, "n_embd": 384},  # the paper's small dense model, also available as a method
 }
 
 # Recipes set several blocks. "paper" is `mst` with the paper's learning rate; in "mst-wsd" the rate stays high until
 # the weights are dense again. "mst-best" and "mst-lean" gained most in our studies (docs/does-it-work.md): "mst-best"
-# ends with dense attention, "mst-lean" never has it and is sparse from the first step almost to the last.
-# "mst-channels" is "mst-lean" in whole channels, which save time on any device.
+# ends with dense attention, while "mst-lean" always has sparse attention and sparse weights almost throughout.
+# "mst-channels" is "mst-lean" with whole channels, which saves time on any device.
 RECIPES: dict[str, dict[str, Any]] = {
     "paper": {"mst": {"method": "mst"}, "training": {"lr_schedule": "cosine"}},
     "mst-wsd": {"mst": {"method": "mst"}, "training": {"lr_schedule": "wsd"}},

@@ -1,6 +1,6 @@
-"""Accepts the keys and values of configs of version 0.1, each with one logged line; with 0.3 this file goes.
+"""Accepts the keys and values of configs of version 0.1, with a warning for each; version 0.3 removes this file.
 
-The old names are in `mst_scale._deprecated`. They are replaced where a config is read, so no other code knows them.
+The old names are in `mst_scale._deprecated`. They are replaced when a config is read, so no other code uses them.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def with_current_names(raw: dict[str, Any], where: str) -> dict[str, Any]:
 
 
 def current_key(key: str) -> str:
-    """Return what a dotted key is called now."""
+    """Return the current name of a dotted key."""
     for old, new in CONFIG_KEYS.items():
         if key == old or key.startswith(f"{old}."):
             _log(old, new)
@@ -46,7 +46,7 @@ def current_key(key: str) -> str:
 
 
 def current_value(key: str, value: Any) -> Any:
-    """Return what the value of a key, given by its current name, is called now."""
+    """Return the current name of a value; `key` is the current name of its key."""
     new = CONFIG_VALUES.get((key, value)) if isinstance(value, str) else None
     if new is None:
         return value
@@ -55,13 +55,13 @@ def current_value(key: str, value: Any) -> Any:
 
 
 def recorded(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the keys that a checkpoint has recorded under their current names."""
+    """Return the keys recorded in a checkpoint, with their current names."""
     pairs = ((current_key(key), value) for key, value in values.items())
     return {key: current_value(key, value) for key, value in pairs}
 
 
 def _holder(raw: dict[str, Any], key: str) -> tuple[dict[str, Any], str]:
-    """The block that a key is in, empty if there is none, and its last name."""
+    """Return the block that contains a key (empty if there is none), and the last part of the key."""
     *path, name = key.split(".")
     node: Any = raw
     for part in path:
@@ -71,5 +71,5 @@ def _holder(raw: dict[str, Any], key: str) -> tuple[dict[str, Any], str]:
 
 @functools.cache
 def _log(old: str, new: str) -> None:
-    """Once in a process."""
+    """Log a renamed key, once per process."""
     logger.warning("config: %s is now called %s; mst_scale 0.3 will not accept the old name", old, new)

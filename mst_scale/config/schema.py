@@ -1,8 +1,8 @@
 """Writes the JSON schema of a config file: `python -m mst_scale.config.schema > ds_configs/mst.schema.json`.
 
 Editors complete and check a config that begins with `"$schema": "mst.schema.json"`. Our blocks are described
-completely. Of DeepSpeed the schema knows the names of its keys, what support.py says of them, and the types that
-deepspeed.py validates; in its blocks other keys are allowed.
+completely. For DeepSpeed, the schema contains the names of its keys, their status in support.py, and the types that
+deepspeed.py validates; its blocks may contain other keys.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def _resolved(definitions: dict[str, Any], value: dict[str, Any]) -> dict[str, A
 
 
 def _choose(block: dict[str, Any], key: str, choices: Any) -> None:
-    """Names that are looked up in a table; null where the key may be null."""
+    """Restrict a key to the names in a table, and null if the key may be null."""
     old = block["properties"][key]
     null = [None] if {"type": "null"} in old.get("anyOf", []) else []
     kept = {name: value for name, value in old.items() if name in ("default", "description", "changesResult")}
@@ -67,7 +67,7 @@ def _choose(block: dict[str, Any], key: str, choices: Any) -> None:
 
 
 def _options_of(method: str, options: dict[str, Any]) -> dict[str, Any]:
-    """The keys of `mst.options` where the method is this one."""
+    """Return the rule that applies these keys of `mst.options` to a method."""
     return {
         "if": {"properties": {"method": {"const": method}}, "required": ["method"]},
         "then": {"properties": {"options": options}},
@@ -75,7 +75,7 @@ def _options_of(method: str, options: dict[str, Any]) -> dict[str, Any]:
 
 
 def _deepspeed(definitions: dict[str, Any], typed: dict[str, Any]) -> dict[str, Any]:
-    """The top-level keys of DeepSpeed; what the table says of a key follows what the key is."""
+    """Return the top-level keys of DeepSpeed, with their status in the support table appended to the description."""
     top: dict[str, Any] = {key: dict(typed["properties"].get(key, {})) for key in known_keys()}
     for key in keys():
         *path, name = key.split(".")
@@ -84,13 +84,13 @@ def _deepspeed(definitions: dict[str, Any], typed: dict[str, Any]) -> dict[str, 
             inside = _resolved(definitions, inside.setdefault(part, {})).setdefault("properties", {})
         if name != "*":
             own = inside.setdefault(name, {})
-            told = (own.get("description"), f"Sparse training: {format_status(key)}.", format_remark(key))
-            own["description"] = " ".join(filter(None, told))
+            sentences = (own.get("description"), f"Sparse training: {format_status(key)}.", format_remark(key))
+            own["description"] = " ".join(filter(None, sentences))
     return top
 
 
 def _plain(value: Any) -> Any:
-    """Without pydantic's titles, and without the links of descriptions."""
+    """Remove pydantic's titles, and the links in descriptions."""
     if isinstance(value, list):
         return [_plain(each) for each in value]
     if not isinstance(value, dict):

@@ -5,10 +5,10 @@ The table is deepspeed_support.json, the only source of what is supported. A sta
     exact       a test trains with it: inactive weights, their moments and low-precision copies are exactly 0, and the
                 masks are those of the same training without it
     harmless    it does not touch the optimizer step
-    rejected    masks cannot follow, or DeepSpeed has removed it
-    untested    it may work, but our tests could not try it
+    rejected    masks cannot be applied, or DeepSpeed has removed it
+    untested    it may work, but our tests do not cover it
 
-A key or value that no row names is treated as untested: it is rejected unless mst.allow_untested names the key.
+A key or value without a row is treated as untested: it is rejected unless mst.allow_untested names the key.
 Runs that stay dense may use all of DeepSpeed. pages.py writes the table as docs/compatibility.md.
 """
 
@@ -33,37 +33,37 @@ _TESTS = {kind: f"tests/ranks/config/test_support.py::test_{kind}" for kind in (
 
 @dataclass(frozen=True)
 class Row:
-    """What is known of a key, or of some of its values, at some stages and precisions."""
+    """The status of a key, or of some of its values, at some stages and precisions."""
 
     section: str
     key: str
     status: str
     values: tuple[Any, ...] = ()
-    """None: any value."""
+    """The values that the row applies to; empty for any value."""
     stages: tuple[int, ...] = STAGES
     precisions: tuple[str, ...] = PRECISIONS
     remark: str = ""
     log: bool = False
     """Whether the remark is logged when a run uses the key."""
     test: str = ""
-    """The test of what is exact, by its id or as "feature: NAME"."""
+    """The test of an exact key, by its id or as "feature: NAME"."""
     fix: str = ""
-    """What to do about what is rejected."""
+    """What to do if the key is rejected."""
 
     @property
     def test_id(self) -> str:
-        """The id of its test in pytest's form."""
+        """The id of its test in pytest."""
         kind, colon, name = self.test.partition(": ")
         return f"{_TESTS[kind]}[{name}]" if colon else self.test
 
     def covers(self, value: Any, stage: int, precision: str) -> bool:
-        """Whether the row applies to a value at a ZeRO stage and precision."""
+        """Return whether the row applies to a value at a ZeRO stage and precision."""
         here = stage in self.stages and precision in self.precisions
         return here and (not self.values or any(_equal(value, known) for known in self.values))
 
 
 def _equal(value: Any, known: Any) -> bool:
-    """Equal as in JSON, where true is not 1; strings in any case, as DeepSpeed takes them."""
+    """Compare as JSON does, where true is not 1; ignore the case of strings, as DeepSpeed does."""
     if isinstance(value, str) and isinstance(known, str):
         return value.lower() == known.lower()
     return isinstance(value, bool) == isinstance(known, bool) and bool(value == known)
@@ -71,7 +71,7 @@ def _equal(value: Any, known: Any) -> bool:
 
 @functools.cache
 def rows() -> tuple[Row, ...]:
-    """Return the table, one row per key; the first one counts that covers a value."""
+    """Return the table, one row per key; the first row that covers a value applies."""
     found = []
     for section, lines in json.loads(TABLE.read_text()).items():
         for line in lines:
@@ -83,7 +83,7 @@ def rows() -> tuple[Row, ...]:
 
 @functools.cache
 def _by_key() -> dict[str, list[Row]]:
-    """The rows of a config's keys; those of sections "in code" are for the page alone."""
+    """Return the rows of config keys; rows of sections "in code" are for the documentation only."""
     by_key: dict[str, list[Row]] = {}
     for row in rows():
         if "in code" not in row.section:
@@ -124,7 +124,7 @@ def _rows_of(key: str) -> list[Row]:
 
 
 def stated(block: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield (dotted key, value) of all that a config states; `null` and "auto" state nothing."""
+    """Yield (dotted key, value) of all keys that are set in a config; `null` and "auto" count as not set."""
     for name, value in block.items():
         key = f"{path}{name}"
         if value is None or value == "auto":
@@ -155,39 +155,39 @@ def check_supported(deepspeed: Mapping[str, Any], mst: MSTConfig) -> list[str]:
     precision = precision_of(deepspeed)
     notes = []
     for key, value in stated(deepspeed):
-        row, here = row_of(key, value, stage, precision), f"{key} = {json.dumps(value, default=str)}"
+        row, setting = row_of(key, value, stage, precision), f"{key} = {json.dumps(value, default=str)}"
         if row is None or row.status == "untested":
-            said = f"{here} has not been tested with sparse training"
+            untested = f"{setting} has not been tested with sparse training"
             reason = f" ({_format_clause(row)})" if row is not None else _format_near(key)
             if key not in allowed:
-                raise UserError(f"{said}{reason}: {_format_risk(key, allowed)}")
-            notes.append(f"{said}; mst.allow_untested accepts it")
+                raise UserError(f"{untested}{reason}: {_format_risk(key, allowed)}")
+            notes.append(f"{untested}; mst.allow_untested accepts it")
         elif row.status == "rejected":
-            raise UserError(f"{here} does not work with sparse training: {_format_clause(row)}: {row.fix}")
+            raise UserError(f"{setting} does not work with sparse training: {_format_clause(row)}: {row.fix}")
         elif row.log:
             notes.append(f"{key}: {row.remark}")
     return notes
 
 
 def _check_muon_at_stage_3(deepspeed: Mapping[str, Any]) -> None:
-    """DeepSpeed cannot build it, and does not say what would help; dense runs are told too."""
+    """Reject Muon at stage 3 with reduce-scatter, also in dense runs: DeepSpeed fails without naming the fix."""
     zero, kind = deepspeed.get("zero_optimization"), dict(deepspeed.get("optimizer") or {}).get("type")
     scatters = isinstance(zero, Mapping) and zero.get("stage") == 3 and zero.get("reduce_scatter") is not False
     if scatters and _equal(kind, "Muon"):
         raise UserError(
-            'optimizer.type = "Muon" works at stage 3 without reduce-scatter only: add "zero_optimization": '
+            'at ZeRO stage 3, optimizer.type = "Muon" works only without reduce-scatter: add "zero_optimization": '
             '{"reduce_scatter": false}, or use stage 2'
         )
 
 
 def _format_clause(row: Row) -> str:
-    """The remark within a sentence; names such as DeepSpeed keep their capital."""
+    """Format a remark for use within a sentence; names such as DeepSpeed keep their capital."""
     first, space, rest = row.remark.rstrip(".").partition(" ")
     return f"{first.lower() if first[1:].islower() else first}{space}{rest}"
 
 
 def _format_near(key: str) -> str:
-    """A hint for a misspelled key below the top level, which DeepSpeed may ignore silently."""
+    """Suggest a key for a misspelled one below the top level, which DeepSpeed may ignore silently."""
     if key in _by_key():
         return ""
     near = difflib.get_close_matches(key, [known for known in _by_key() if "*" not in known], n=1, cutoff=0.9)
@@ -207,7 +207,7 @@ def format_status(key: str) -> str:
 
 
 def format_remark(key: str) -> str:
-    """Describe what is known of a key, with the fix of what is rejected, in sentences."""
+    """Describe the restrictions of a key, and the fix if it is rejected, in sentences."""
     own = [row for row in rows() if row.key == key]
     remarks = [row.remark for row in own if row.remark and (row.remark not in ("Off.", "Default.") or len(own) == 1)]
     fixes = [f"{row.fix[0].upper()}{row.fix[1:]}." for row in own if row.fix]

@@ -33,6 +33,7 @@ import numpy as np
 from mst_scale.errors import Damaged, UserError
 
 FORMAT = "mst_scale corpus 1"
+JOURNAL_FORMAT = 2  # chunks of another format end at other places
 META = "meta.json"
 PARTIAL = ".partial"
 SPLITS = ("train", "val")
@@ -154,7 +155,7 @@ def read_meta(folder: Path) -> dict[str, Any]:
 
 
 def _fault(meta: dict[str, Any]) -> str | None:
-    """What a meta.json lacks, or has in a wrong type: its digests cover the ids, but not meta.json itself."""
+    """Return what a meta.json lacks, or has in a wrong type: its digests cover the ids, but not meta.json itself."""
     types = {"tokenizer": str, "vocab_size": int, "end_of_text": int, "dtype": str, "splits": dict, "recipe": dict}
     for key, kind in types.items():
         if type(meta.get(key)) is not kind:
@@ -172,7 +173,7 @@ def _fault(meta: dict[str, Any]) -> str | None:
 
 
 def identity(folder: str | Path) -> str | None:
-    """A short digest of what a run reads, from the digests of both splits; None if there is no meta.json."""
+    """Return a short digest of what a run reads, from the digests of both splits; None if there is no meta.json."""
     if not (Path(folder) / META).exists():
         return None
     splits = read_meta(Path(folder))["splits"]
@@ -293,12 +294,13 @@ class UnfinishedCorpus:
         return self.complete or self.journal() is not None
 
     def recipe(self) -> dict[str, Any] | None:
-        """The recipe that the unfinished corpus follows."""
+        """Return the recipe that the unfinished corpus follows."""
         return _read_json(self.folder / "recipe.json")
 
     def journal(self) -> dict[str, Any] | None:
-        """What is safely written: `chunks`, `amount`, `source`, and the state of each split's file."""
-        return _read_json(self.folder / "journal.json")
+        """Return what is safely written: `chunks`, `amount`, `source`, and the state of each split's file."""
+        journal = _read_json(self.folder / "journal.json")
+        return journal if journal is not None and journal.get("format") == JOURNAL_FORMAT else None
 
     def begin(self, recipe: dict[str, Any]) -> None:
         """Start with an empty folder."""
@@ -308,7 +310,7 @@ class UnfinishedCorpus:
     def write_journal(self, files: list[SplitFile], source: dict[str, Any], chunks: int, amount: int) -> None:
         """Record that the files hold the first `chunks` chunks of the source."""
         states = {name: file.sync() for name, file in zip(SPLITS, files, strict=True)}
-        content = {"chunks": chunks, "amount": amount, "source": source, "files": states}
+        content = {"format": JOURNAL_FORMAT, "chunks": chunks, "amount": amount, "source": source, "files": states}
         _write_json(self.folder / "journal.json", content)
 
     def finish(self, meta: dict[str, Any]) -> None:

@@ -1,11 +1,11 @@
 """Makes a corpus folder from a source, on all cores and in bounded memory.
 
-The main process lists chunks of about 1 MiB, workers read and tokenize them, and the main process writes the ids in
-order, so the bytes do not depend on the number of workers. From time to time the files are synced and a journal records
-how many chunks they hold; a later call checks what the journal lists and continues from there.
+The main process reads chunks of about 1 MiB, workers tokenize them, and the main process writes the ids in order, so
+the bytes do not depend on the number of workers. From time to time the files are synced and a journal records how many
+chunks they hold; a later call checks what the journal lists and continues from there.
 
 Memory, whatever the size of the source: at most MAIN_BYTES in the main process and WORKER_BYTES in each worker (most of
-which they share), plus a few times the longest document of a table or `.jsonl` file; a `.txt` file is read in ranges.
+which they share), plus a few times the longest document of a table or `.jsonl` file; a `.txt` file is read in pieces.
 Pages of a memory-mapped data set come on top while the system has room for them.
 """
 
@@ -37,13 +37,14 @@ import mst_scale
 from mst_scale.comm import may_rewrite
 from mst_scale.data.corpus import FORMAT, META, SPLITS, SplitFile, UnfinishedCorpus, check_sizes, read_meta
 from mst_scale.data.recipe import STDLIB, Recipe, local_files, open_source
-from mst_scale.data.sources import Chunk, Source, describe_files
+from mst_scale.data.sources import PIECE_BYTES, Piece, Source, describe_files
 from mst_scale.data.tokenizer import Tokenizer, is_file, load_tokenizer, token_dtype
 from mst_scale.errors import Damaged, UserError
 
 JOURNAL_BYTES = 64 << 20  # of ids: ten seconds or more of a core that tokenizes with a BPE
 # Peak resident size as measured, with a BPE of 50,257 ids: 73 MB in the main process for text, 141 MB for Parquet with
-# pyarrow loaded; 66 MB in a worker. The main process also holds WINDOW results of at most 4 MB per worker.
+# pyarrow loaded; 66 MB in a worker. The main process also holds WINDOW chunks of 1 MiB and their ids, at most 4 MB, per
+# worker; word pieces take 50 MB more in a worker.
 MAIN_BYTES = 192 << 20
 WORKER_BYTES = 96 << 20
 WINDOW = 4  # chunks in progress per worker: enough that a slow chunk leaves no worker idle
@@ -113,7 +114,7 @@ def ensure(
 
 
 def _finished(out: Path, recipe: Recipe, identity: dict[str, Any]) -> dict[str, Any] | None:
-    """The meta.json of the corpus in `out` if there is one and it is the one asked for; an error if it is another."""
+    """Return the meta.json of the corpus in `out`, None if there is none; raise an error if it is another corpus."""
     if not (out / META).exists():
         return None
     meta = read_meta(out)
@@ -147,7 +148,7 @@ def _first_difference(ours: dict[str, Any], theirs: dict[str, Any]) -> str | Non
 
 
 def _open(recipe: Recipe, out: Path, say: Say) -> tuple[Tokenizer, Source]:
-    """A wrong path is found before a vocabulary is downloaded; a data set of the hub is slow and opened last."""
+    """Open tokenizer and source: files first, so that a wrong path is found early, and the hub last, which is slow."""
     here = local_files(recipe) is not None
     tokenizer = load_tokenizer(recipe.tokenizer_name)
     source = open_source(recipe) if here else None
@@ -176,11 +177,11 @@ def _build(
                 stack.enter_context(file.handle)
         if journal is not None:
             say(f"continuing after {sum(file.n_bytes for file in files):,} bytes of ids that are there already")
-        progress = _Progress(source, amount, say)
+        progress = _Progress(source, amount, quiet=say is not _say)
         stack.callback(progress.bar.close)
-        chunks = itertools.islice(source.chunks(), done, None)  # those before are read, but not tokenized again
+        chunks = itertools.islice(_chunks(source), done, None)  # those before are read, but not tokenized again
         unsynced = 0
-        for splits, chunk_amount in ordered_map(Tokenize(source, tokenizer), chunks, workers):
+        for splits, chunk_amount in ordered_map(Tokenize(tokenizer), chunks, workers):
             n_bytes = sum(len(ids) for ids, _, _ in splits)
             with _writing(unfinished.folder):
                 for file, ids in zip(files, splits, strict=True):
@@ -230,30 +231,43 @@ def _meta(recipe: Recipe, tokenizer: Tokenizer, source: dict[str, Any], files: l
 # On all cores -------------------------------------------------------------------------------------------------------
 
 
+def _chunks(source: Source) -> Iterator[list[Piece]]:
+    """Yield the pieces of a source, as many at a time as have PIECE_BYTES characters together."""
+    chunk: list[Piece] = []
+    size = 0
+    for piece in source.pieces():
+        if chunk and size + len(piece.text) > PIECE_BYTES:
+            yield chunk
+            chunk, size = [], 0
+        chunk.append(piece)
+        size += len(piece.text)
+    if chunk:
+        yield chunk
+
+
 class Tokenize:
     """A worker's job: the text of a chunk → the ids of both splits, and the chunk's amount."""
 
-    def __init__(self, source: Source, tokenizer: Tokenizer):
-        self.source, self.tokenizer = source, tokenizer
-        self.dtype = token_dtype(tokenizer.vocab_size)
+    def __init__(self, tokenizer: Tokenizer):
+        self.tokenizer, self.dtype = tokenizer, token_dtype(tokenizer.vocab_size)
         self.end = np.array([tokenizer.end_of_text], dtype=self.dtype)
 
-    def __call__(self, chunk: Chunk) -> tuple[list[Ids], int]:
-        """Read and tokenize one chunk."""
+    def __call__(self, chunk: list[Piece]) -> tuple[list[Ids], int]:
+        """Tokenize one chunk."""
         parts: tuple[list[np.ndarray], ...] = tuple([self.end[:0]] for _ in SPLITS)
         documents = [0 for _ in SPLITS]
-        for split, text, ends in self.source.read(chunk.work):
+        for split, text, ends, _ in chunk:
             parts[split].append(self.tokenizer.encode(text).astype(self.dtype))
             if ends:
                 parts[split].append(self.end)
                 documents[split] += 1
         joined = [np.concatenate(part) for part in parts]
         found = [(ids.tobytes(), n, int(ids.max(initial=0))) for ids, n in zip(joined, documents, strict=True)]
-        return found, chunk.amount
+        return found, sum(piece.amount for piece in chunk)
 
 
 def _cores() -> int:
-    """The number of cores that this process may use, if the system says so."""
+    """Return the number of cores that this process may use, if the system says so."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
@@ -318,25 +332,20 @@ def _say_nothing(message: str) -> None:
 
 
 class _Progress:
-    """Shows how far the corpus is: a bar on a terminal, else a line every LINE_SECONDS."""
+    """Shows how far the corpus is: a bar that is drawn again all the time on a terminal, else every LINE_SECONDS."""
 
-    def __init__(self, source: Source, done: int, say: Say):
-        self.source, self.done, self.say, self.tokens = source, done, say, 0
-        self.began = self.said = time.monotonic()
-        shown = say is _say and may_rewrite(sys.stderr)
+    def __init__(self, source: Source, done: int, quiet: bool):
+        self.tokens, self.began = 0, time.monotonic()
+        seconds = 0.1 if may_rewrite(sys.stderr) else LINE_SECONDS
         self.bar = tqdm(
-            total=source.total, initial=done, unit=source.unit, unit_scale=True, dynamic_ncols=True, disable=not shown
-        )
+            total=source.total, initial=done, unit=source.unit, unit_scale=True, dynamic_ncols=True, disable=quiet,
+            mininterval=seconds, maxinterval=seconds,
+        )  # fmt: skip
 
     def advance(self, amount: int, tokens: int) -> None:
-        self.done += amount
         self.tokens += tokens
         self.bar.set_postfix_str(self.summary(), refresh=False)
         self.bar.update(amount)
-        if self.bar.disable and time.monotonic() - self.said >= LINE_SECONDS:
-            self.said = time.monotonic()
-            total = "" if self.source.total is None else f" of {self.source.total:,}"
-            self.say(f"{self.done:,}{total} {self.source.unit}, {self.summary()}")
 
     def summary(self) -> str:
         seconds = time.monotonic() - self.began

@@ -30,13 +30,13 @@ from mst_scale.data.sources import (
     VAL,
     Batches,
     File,
-    JsonLines,
-    Rows,
     Source,
-    Stream,
-    TextFiles,
     describe_files,
+    json_lines,
     list_files,
+    rows,
+    stream,
+    text_files,
 )
 from mst_scale.data.tokenizer import tokenizer_identity
 from mst_scale.errors import UserError
@@ -113,7 +113,7 @@ class Recipe:
 
 
 def is_code(source: str | Sequence[str]) -> bool:
-    """Whether the source is the code of Python's library or of a package."""
+    """Return whether the source is the code of Python's library or of a package."""
     return isinstance(source, str) and (source == STDLIB or source.startswith(PACKAGE))
 
 
@@ -132,9 +132,9 @@ def open_source(recipe: Recipe) -> Source:
     code = is_code(recipe.source)
     kind = "text" if code else _one_kind(files)
     if kind == "text":
-        return TextFiles(files, recipe.held_out, recipe.seed, recipe.max_bytes, whole_files=code)
+        return text_files(files, recipe.held_out, recipe.seed, recipe.max_bytes, whole_files=code)
     if kind == "lines":
-        return JsonLines(files, recipe.text_key, recipe.held_out, recipe.max_bytes)
+        return json_lines(files, recipe.text_key, recipe.held_out, recipe.max_bytes)
     if kind == "parquet":
         return _parquet(files, recipe)
     return _streamed_files(files, kind, recipe)
@@ -176,7 +176,7 @@ def local_files(recipe: Recipe) -> list[File] | None:
 
 
 def _package_files(name: str) -> list[File]:
-    """The sources of an installed package, which is not imported: the same text on every machine with its version."""
+    """Return the sources of an installed package, which is not imported; they are the same on every machine."""
     found = importlib.util.find_spec(name) if name.isidentifier() else None
     if found is None or not found.submodule_search_locations:
         raise UserError(
@@ -196,7 +196,7 @@ def _code_files(root: Path, owner: str) -> list[File]:
 
 
 def _kind(path: Path) -> str | None:
-    """How a file is read, by its name: `text`, `lines`, `parquet`, or a builder of `datasets`."""
+    """Return how a file is read, by its name: `text`, `lines`, `parquet`, or a builder of `datasets`."""
     suffix = path.suffix.lower()
     if suffix in COMPRESSIONS:
         return BUILDERS.get(Path(path.stem).suffix.lower())
@@ -225,7 +225,7 @@ def _is_saved(paths: list[str]) -> bool:
 
 
 def _is_hub_name(paths: list[str]) -> bool:
-    """A single name that may be on the hub: it does not exist here and is not spelled like a path."""
+    """Return whether a single name may be on the hub: it does not exist here and is not spelled like a path."""
     name = paths[0]
     local = os.path.lexists(Path(name).expanduser()) or name.startswith(("~", ".")) or _kind(Path(name)) is not None
     return len(paths) == 1 and not local and HUB_NAME.fullmatch(name) is not None
@@ -234,7 +234,7 @@ def _is_hub_name(paths: list[str]) -> bool:
 # Tables -------------------------------------------------------------------------------------------------------------
 
 
-def _parquet(files: list[File], recipe: Recipe) -> Stream:
+def _parquet(files: list[File], recipe: Recipe) -> Source:
     """Parquet files, read directly: `datasets` holds a whole row group in memory."""
     import pyarrow as pa  # type: ignore[import-untyped]
     import pyarrow.parquet as pq  # type: ignore[import-untyped]
@@ -257,10 +257,10 @@ def _parquet(files: list[File], recipe: Recipe) -> Stream:
                 for batch in table.iter_batches(READ_ROWS, columns=[recipe.text_key], use_threads=False):
                     yield None, _checked_texts(batch.column(0).to_pylist(), str(file.path), recipe.text_key)
 
-    return Stream(batches, describe_files(files), recipe.held_out, recipe.max_bytes, total)
+    return stream(batches, describe_files(files), recipe.held_out, recipe.max_bytes, total)
 
 
-def _streamed_files(files: list[File], builder: str, recipe: Recipe) -> Stream:
+def _streamed_files(files: list[File], builder: str, recipe: Recipe) -> Source:
     """Compressed JSON lines, JSON, CSV, Arrow: one file after the other, as `datasets` understands them."""
 
     def batches() -> Batches:
@@ -270,11 +270,11 @@ def _streamed_files(files: list[File], builder: str, recipe: Recipe) -> Stream:
             for texts in _column(table, name, recipe.text_key):
                 yield None, texts
 
-    return Stream(batches, describe_files(files), recipe.held_out, recipe.max_bytes)
+    return stream(batches, describe_files(files), recipe.held_out, recipe.max_bytes)
 
 
-def _saved(folder: Path, recipe: Recipe) -> Rows | Stream:
-    """A data set that `save_to_disk` has written."""
+def _saved(folder: Path, recipe: Recipe) -> Source:
+    """Open a data set that `save_to_disk` has written."""
     with _datasets(str(folder)) as datasets:
         content = datasets.load_from_disk(str(folder))
     splits = content if isinstance(content, dict) else {recipe.split: content}
@@ -288,7 +288,7 @@ def _saved(folder: Path, recipe: Recipe) -> Rows | Stream:
     return _rows(tables, str(folder), recipe)
 
 
-def hub(name: str, recipe: Recipe) -> Rows | Stream:
+def hub(name: str, recipe: Recipe) -> Source:
     """Open a data set of the hub. It is downloaded first, unless streamed; a limit on bytes streams too."""
     streaming = recipe.stream or recipe.max_bytes is not None
     options = {"name": recipe.subset, "revision": recipe.revision, "streaming": streaming}
@@ -299,7 +299,7 @@ def hub(name: str, recipe: Recipe) -> Rows | Stream:
     return (_stream if streaming else _rows)(tables, name, recipe)
 
 
-def _rows(tables: list[Any], name: str, recipe: Recipe) -> Rows:
+def _rows(tables: list[Any], name: str, recipe: Recipe) -> Source:
     _check_column(name, tables[0].column_names, recipe.text_key)
     if len(tables) == 1:
         if len(tables[0]) < 2:
@@ -307,10 +307,10 @@ def _rows(tables: list[Any], name: str, recipe: Recipe) -> Rows:
         parts = tables[0].train_test_split(test_size=recipe.held_out, seed=recipe.seed, shuffle=True)
         tables = [parts["train"], parts["test"]]
     train, val = (table.select_columns([recipe.text_key]) for table in tables)
-    return Rows(train, val, recipe.text_key)
+    return rows(train, val, recipe.text_key)
 
 
-def _stream(tables: list[Any], name: str, recipe: Recipe) -> Stream:
+def _stream(tables: list[Any], name: str, recipe: Recipe) -> Source:
     def batches() -> Batches:
         # Validation first: a limit on bytes must not leave it out.
         splits: tuple[int | None, ...] = (VAL, TRAIN) if len(tables) == 2 else (None,)
@@ -318,7 +318,7 @@ def _stream(tables: list[Any], name: str, recipe: Recipe) -> Stream:
             for texts in _column(table, name, recipe.text_key):
                 yield split, texts
 
-    return Stream(batches, {}, recipe.held_out, recipe.max_bytes)
+    return stream(batches, {}, recipe.held_out, recipe.max_bytes)
 
 
 def _column(table: Any, name: str, text_key: str) -> Iterator[list[str | None]]:
@@ -347,7 +347,7 @@ def _check_column(name: str, columns: list[str], text_key: str) -> None:
 
 @contextlib.contextmanager
 def _datasets(name: str) -> Iterator[Any]:
-    """The module `datasets`, to read `name` with; its errors become one line that says what to do."""
+    """Yield the module `datasets`, to read `name` with; its errors become one line that says what to do."""
     import datasets
     import huggingface_hub.utils.logging as hub_logging
 

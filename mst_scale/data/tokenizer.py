@@ -22,7 +22,7 @@ import json
 import logging
 import multiprocessing
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
@@ -41,7 +41,6 @@ SPLIT_LIKE_GPT2 = ("gpt2", "r50k_base")  # encodings that a rank file and GPT-2'
 GPT2_IDS = {*SPLIT_LIKE_GPT2, "sha256:306cd27f03c1a714eca7108e03d66b7dc042abe8c258b44c199a7ed9838dd930"}
 END = "<|endoftext|>"
 MIN_HALF = 1 << 10  # characters; the pattern never fails on a shorter text
-WORD_PIECE_PART = 1 << 15  # characters encoded at once: the library needs about 200 bytes per word piece
 log = logging.getLogger("mst_scale")
 DOWNLOAD_SECONDS = 60.0  # vocabularies are 1-4 MB; a network that drops packets would otherwise hang for minutes
 
@@ -85,7 +84,7 @@ def _is_rank_file(name: str) -> bool:
 
 
 def is_file(name: str) -> bool:
-    """Whether the tokenizer is named by the path of a file."""
+    """Return whether the tokenizer is named by the path of a file."""
     return _is_rank_file(name) or name.endswith(".txt")
 
 
@@ -201,8 +200,7 @@ def _word_pieces(name: str, path: Path) -> Tokenizer:
     library.decoder = decoders.WordPiece()
 
     def encode(text: str) -> np.ndarray:
-        found = [library.encode(part, add_special_tokens=False).ids for part in _cut_at_blanks(text)]
-        return np.concatenate([np.asarray(part, dtype=np.uint32) for part in [*found, []]])
+        return np.asarray(library.encode(text, add_special_tokens=False).ids, dtype=np.uint32)
 
     return Tokenizer(
         name, len(pieces), ids["[SEP]"], encode, library.decode, start=ids["[CLS]"], mask=ids["[MASK]"],
@@ -237,18 +235,6 @@ def _read_vocabulary(path: Path) -> list[str]:
     return pieces
 
 
-def _cut_at_blanks(text: str) -> Iterator[str]:
-    """Cut after a blank, so that only words longer than a part are cut."""
-    start = 0
-    while start < len(text):
-        stop = start + WORD_PIECE_PART
-        if stop < len(text):
-            blank = max(text.rfind(" ", start, stop), text.rfind("\n", start, stop))
-            stop = blank + 1 if blank >= start else stop
-        yield text[start:stop]
-        start = stop
-
-
 # The tokenizer that a model was trained with ------------------------------------------------------------------------
 
 
@@ -276,7 +262,7 @@ def _read(path: Path) -> bytes:
 
 
 def is_missing(name: str) -> bool:
-    """Whether the name is a path where there is no file (any more)."""
+    """Return whether the name is a path where there is no file (any more)."""
     return is_file(name) and not Path(name).is_file()
 
 
@@ -301,7 +287,7 @@ def chosen(given: str | None, before: TrainedWith | None, model: str) -> Trained
 
 
 def same_ids(one: str | None, other: str | None) -> bool:
-    """Whether two identities give, or may give, the same ids; None is not known."""
+    """Return whether two identities give, or may give, the same ids; None is not known."""
     return None in (one, other) or one == other or {one, other} <= GPT2_IDS
 
 
@@ -355,7 +341,7 @@ def _write_word_pieces(library: Any, folder: Path) -> None:
 
 
 def _byte_characters() -> list[str]:
-    """The visible character that byte-level BPE writes for each byte, as GPT-2's files do."""
+    """Return the visible character that byte-level BPE writes for each byte, as GPT-2's files do."""
     visible = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
     hidden = [byte for byte in range(256) if byte not in visible]
     return [chr(byte) if byte in visible else chr(256 + hidden.index(byte)) for byte in range(256)]

@@ -1,7 +1,7 @@
-"""Dead units: neurons and channels of which so many weights are zero that the rest get no gradient.
+"""Dead units: neurons and channels with so many zero weights that the others receive no gradient.
 
-units   which lines of which matrices make up a unit, when a unit is dead, and how many are, from slices of the weights
-live    units of a model in training: counted, revived when their masks are removed, or masked as a whole (`Channels`)
+units   finds the units of a model, and counts the dead ones from slices of the weights
+live    counts the units of a model in training, revives them when masks are removed, or masks whole units (`Channels`)
 
 This file does not import torch, for code that only reads counts.
 """

@@ -1,20 +1,20 @@
 """Counts dead units while a model trains, revives them when their matrices become dense, and masks whole units.
 
-A unit that was masked as a whole does not come back when its masks are removed: its weights are active again, but zero,
-and two zero factors have no gradient. So at the topology step that makes its matrices dense, all its zero factors but
-the outgoing one (or one in a matrix that was never sparse) get random weights. The unit still adds exactly nothing, and
-its outgoing weights have a gradient from then on.
+A unit that was masked as a whole does not recover when its masks are removed: its weights are active again but zero,
+and two zero factors have no gradient. So at the topology step that makes its matrices dense, all its zero factors
+except the outgoing one (or one in a matrix that was never sparse) get random weights. The unit still contributes
+exactly 0, and its outgoing weights have a gradient from then on.
 
-The weights are uniform, with the standard deviation of their matrix as a whole (that of initial weights if all of it is
-zero), so that a revived row is as long as the others. Each is a hash of (seed, step, name, index in the parameter): the
-same on any number of ranks and after a resume.
+These weights are uniform, with the standard deviation of their whole matrix (that of initial weights if the matrix is
+zero), so that a revived row has the same norm as the others. Each is a hash of (seed, step, name, index in the
+parameter), so it is the same on any number of ranks and after a resume.
 
-With `mst.topology.granularity` = "channel" (`Channels`), whole units are masked: neurons of MLPs, channels of heads, so
-that a layer's product is a dense one of the active lines. Of every MLP, and of every kind in every head, as many units
-are active as the sparsity leaves, at least one: the first of an order that is drawn once, by (seed, kind, layer, head)
-alone. So a denser model has all the units of a sparser one, nothing is ranked and nothing is sent. Units are never
-exchanged for others: docs/does-it-work.md has a measurement of that. New units get incoming weights and zero outgoing
-ones, as above, so that the loss does not jump.
+With `mst.topology.granularity` = "channel" (`Channels`), whole units are masked: neurons of MLPs and channels of heads,
+so that a layer computes a dense product of the active lines. In every MLP, and for every kind of unit in every head,
+the sparsity determines the number of active units (at least one). They are the first ones of a random order that
+depends on (seed, kind, layer, head) only. A denser model therefore has all the units of a sparser one, and nothing is
+ranked or sent. Units are never exchanged: docs/does-it-work.md has a measurement. New units get incoming weights and
+zero outgoing weights, as above, so that the loss does not jump.
 """
 
 from __future__ import annotations
@@ -41,28 +41,27 @@ from mst_scale.mixed_growing.scores import Scores, mean_squares, peak_keys
 from mst_scale.randomness import counter_hash
 from mst_scale.shard import Shard
 
-DEFAULT_STD = 0.02  # of weights in a matrix that is all zero
-GRID = 1 << 24  # odd multiples of 2^-24: exact in float32, and never 0
-WIDE, EIGHT = 64, 8  # of 64 units or more, a multiple of eight is active, which suits tensor cores
+DEFAULT_STD = 0.02  # for a matrix that is all zero
+GRID = 1 << 24  # odd multiples of 2^-24 are exact in float32, and never 0
+WIDE, EIGHT = 64, 8  # of 64 units or more, a multiple of 8 is active, which suits tensor cores
 CPU = torch.device("cpu")
 
-
-Born = Callable[[Units], Tensor]
-"""Which units of a kind and layer are active after the step."""
+ActiveUnits = Callable[[Units], Tensor]
+"""Returns flags of the units of a kind and layer that are active after the step."""
 
 
 @dataclass
-class Waking:
-    """What the current topology step revives; the same on every rank."""
+class Revival:
+    """The units that the current topology step revives; the same on every rank."""
 
     step: int
     counts: Tally
     filled: dict[str, Tensor] = field(default_factory=dict)
     """Flags of the lines that get weights, by matrix."""
     started: dict[str, Tensor] = field(default_factory=dict)
-    """Flags of the lines that have a gradient from now on; these include the outgoing ones."""
-    widest: dict[str, float] = field(default_factory=dict)
-    """Bound on the absolute value of the weights that are drawn, by matrix."""
+    """Flags of the lines that have a gradient from now on, including the outgoing ones, by matrix."""
+    bound: dict[str, float] = field(default_factory=dict)
+    """Largest absolute value of the random weights, by matrix."""
 
 
 class LiveUnits:
@@ -83,93 +82,93 @@ class LiveUnits:
         self.local = Exchange(groups.zero, engine.device, named)
         self.place = {part.name: i for i, part in enumerate(self.shards.slices)}
         self.seed = seed
-        self.waking: Waking | None = None
+        self.revival: Revival | None = None
         self.revived: Tally = {}  # (revived, all) units by kind …
         self.revived_at = 0  # … and the last step that revived some
         if not self.units:
-            reason = "; ".join(left_out) or "the model has no MLP or attention that is known"
+            reason = "; ".join(left_out) or "the model has no known MLP or attention"
             logger.info("dead units are not counted (%s)", reason)
         elif left_out:
-            logger.info("dead units are not counted everywhere (%s)", "; ".join(left_out))
+            logger.info("dead units are not counted in all layers (%s)", "; ".join(left_out))
 
     def count(self) -> Tally:
         """Return the (dead, all) units by kind; {} if the model has no known units."""
-        return self._look(self.units).tally()
+        return self._find_nonzero(self.units).tally()
 
-    def plan_waking(
-        self, step: int, becoming: Collection[str], masked: Mapping[str, float], born: Born | None = None
+    def plan_revival(
+        self, step: int, becoming: Collection[str], masked: Mapping[str, float], active: ActiveUnits | None = None
     ) -> None:
-        """Choose the dead units that this step revives, which are those whose last masks are removed.
+        """Select the dead units that this step revives, which are those whose last masks are removed.
 
-        It is called before the update, because ZeRO-3 updates some of a unit's matrices before others. The same units
+        This is called before the update, because ZeRO-3 updates some matrices of a unit before others. The same units
         are dead after it: a matrix that becomes dense is not pruned, and zero weights without moments stay zero.
 
         Args:
+            step: the step that is under way.
             becoming: the masked matrices that are dense after this step.
             masked: the matrices that are not dense before it, with their fraction of active weights.
-            born: set if whole units are masked. Revived lines are then as long as the active ones were before.
+            active: given if whole units are masked. Revived lines then get the norm of the lines that were active.
         """
-        self.waking = None
+        self.revival = None
         dense, here = set(becoming), set(masked)
-        if born is not None:
+        if active is not None:
             dense = {name for u in self.units for name in u.matrices}
         units = [u for u in self.units if (still := here.intersection(u.matrices)) and still <= dense]
         if not units:
             return
-        nonzero = self._look(units).nonzero
-        waking = Waking(step, {kind: (0, count) for kind, (_, count) in _sizes(self.units).items()})
+        nonzero = self._find_nonzero(units).nonzero
+        revival = Revival(step, {kind: (0, count) for kind, (_, count) in _sizes(self.units).items()})
         for some in units:
             zero = some.zero_factors(nonzero)
             fill = some.to_fill(zero, torch.tensor([name in dense for name in some.matrices]))
             dead = some.dead(zero) & ((zero & ~fill).sum(0) == 1)  # other units keep two zero factors
-            dead &= born(some) if born is not None else True
-            before, count = waking.counts[some.kind]
-            waking.counts[some.kind] = (before + int(dead.sum()), count)
+            dead &= active(some) if active is not None else True
+            before, count = revival.counts[some.kind]
+            revival.counts[some.kind] = (before + int(dead.sum()), count)
             for factor, mine in zip(some.factors, fill & dead, strict=True):
-                self._mark(waking.filled, factor.weight, mine)
-                self._mark(waking.started, factor.weight, dead)
-        if total(waking.counts)[0]:
-            names = [name for name, lines in waking.filled.items() if lines.any()]
-            shares = [1.0 if born is None else masked[name] for name in names]
-            widest = zip(self._widest(names), shares, strict=True)
-            waking.widest = {name: wide / math.sqrt(share) for name, (wide, share) in zip(names, widest, strict=True)}
-            self.waking = waking
+                self._mark(revival.filled, factor.weight, mine)
+                self._mark(revival.started, factor.weight, dead)
+        if total(revival.counts)[0]:
+            names = [name for name, lines in revival.filled.items() if lines.any()]
+            for name, bound in zip(names, self._bounds(names), strict=True):
+                revival.bound[name] = bound / math.sqrt(1.0 if active is None else masked[name])
+            self.revival = revival
 
     def starts(self, name: str) -> bool:
         """Return whether some weights of a matrix have their first gradient after this step; equal on all ranks."""
-        return self.waking is not None and name in self.waking.started and bool(self.waking.started[name].any())
+        return self.revival is not None and name in self.revival.started and bool(self.revival.started[name].any())
 
     def starting(self, name: str) -> Tensor:
         """Return the positions in this rank's slice whose weights have their first gradient after this step."""
-        lines = None if self.waking is None else self.waking.started.get(name)
+        lines = None if self.revival is None else self.revival.started.get(name)
         return self._positions(name, lines)
 
-    def wake(self, name: str) -> None:
+    def revive(self, name: str) -> None:
         """Write the weights of revived units into this rank's slice of a matrix that has just been updated."""
-        if self.waking is None or name not in self.waking.widest:
+        if self.revival is None or name not in self.revival.bound:
             return
-        where = self._positions(name, self.waking.filled[name])
+        where = self._positions(name, self.revival.filled[name])
         i = self.place[name]
         weight = self.shards.weight(i)
-        key = counter_hash("wake", self.seed, self.waking.step, name) >> 1
-        values = uniform(self.shards.slices[i].logical(where), key) * self.waking.widest[name]
+        key = counter_hash("wake", self.seed, self.revival.step, name) >> 1
+        values = uniform(self.shards.slices[i].logical(where), key) * self.revival.bound[name]
         weight[where] = values.to(weight.dtype)
 
     def finish(self, updated: bool) -> None:
         """End the step. If it was skipped because of an overflow, the topology step will be repeated."""
-        if self.waking is not None and updated:
-            self.revived = {kind: counts for kind, counts in self.waking.counts.items() if counts[0]}
-            self.revived_at = self.waking.step
+        if self.revival is not None and updated:
+            self.revived = {kind: counts for kind, counts in self.revival.counts.items() if counts[0]}
+            self.revived_at = self.revival.step
             logger.info("step %d: revived %s", self.revived_at, format_counts(self.revived))
-        self.waking = None
+        self.revival = None
 
     # --- on this rank ---
 
-    def _look(self, units: list[Units]) -> LineFlags:
+    def _find_nonzero(self, units: list[Units]) -> LineFlags:
         flags = LineFlags(units, {part.name: part.shape for part in self.shards.slices})
         for name in flags.shapes:
             i = self.place[name]
-            flags.look(self.shards.slices[i], self.shards.weight(i))
+            flags.add(self.shards.slices[i], self.shards.weight(i))
         flags.merge(self.exchange)
         return flags
 
@@ -186,8 +185,8 @@ class LiveUnits:
         found = list(positions(lines.to(device), self.axes[name], part))
         return torch.cat(found) if found else torch.empty(0, dtype=torch.int64, device=device)
 
-    def _widest(self, names: list[str]) -> list[float]:
-        """Half the width of a uniform distribution with the root mean square of each matrix; equal for any split."""
+    def _bounds(self, names: list[str]) -> list[float]:
+        """Return half the width of a uniform distribution with the RMS of each matrix; equal for any split."""
         found: dict[str, float] = {}
         for cut, exchange in ((True, self.exchange), (False, self.local)):
             some = [name for name in names if zero_shards.is_cut(self.shards.parameters[self.place[name]]) == cut]
@@ -207,7 +206,7 @@ def _sizes(units: list[Units]) -> Tally:
 
 
 def uniform(index: Tensor, key: int) -> Tensor:
-    """Return a number in (-1, 1), never 0, for each int64 index; exact in float32, hence equal on all devices."""
+    """Return a number in (-1, 1), never 0, for each int64 index; exact in float32, hence the same on all devices."""
     hashed = mix64(mix64(index) + key)
     return (2 * ((hashed >> 40) & (GRID - 1)) + 1 - GRID).to(torch.float32) / GRID
 
@@ -218,15 +217,16 @@ class Channels:
     Args:
         units: all units of the model.
         names: the sparse parameters.
+        seed: the seed of the random order.
         sparsity: the target sparsity as a function of the step.
         step: returns the current step.
 
     Raises:
-        UserError: if a sparse parameter has no units, or a unit is only in part sparse.
+        UserError: if a sparse parameter has no units, or only a part of a unit is sparse.
     """
 
     side: ClassVar[int] = 1
-    words = " in whole channels"
+    suffix = " in whole channels"
 
     def __init__(
         self, units: Sequence[Units], names: Sequence[str], seed: int, sparsity: Callable[[int], float],
@@ -257,7 +257,7 @@ class Channels:
         """Return 0, since there is no lower bound on the active weights of a row."""
         return 0
 
-    def alive(self, units: Units, sparsity: float) -> Tensor:
+    def active(self, units: Units, sparsity: float) -> Tensor:
         """Return which units are active, one flag per unit."""
         size = units.count // units.groups
         step = EIGHT if size >= WIDE and size % EIGHT == 0 else 1
@@ -265,7 +265,7 @@ class Channels:
         return self._places(units) < kept
 
     def _places(self, units: Units) -> Tensor:
-        """The place of each unit in the order of its head, which is drawn once."""
+        """Return the position of each unit in the random order of its head."""
         found = self._drawn.get(units)
         if found is None:
             key = ("channel", self.seed, units.kind, units.matrices[-1])
@@ -280,15 +280,15 @@ class Channels:
             for factor in some.factors:
                 lines = factor.weight
                 if lines.name == name:
-                    flags[lines.axis][lines.spread(~self.alive(some, sparsity), shape[lines.axis])] = False
+                    flags[lines.axis][lines.spread(~self.active(some, sparsity), shape[lines.axis])] = False
         return flags
 
     def evolve(self, layers: Sequence[Layer], *, step: int, exchange: Exchange, **more: Any) -> list[Change]:
-        """Make the masks those of this step; no policy or update fraction applies (the config rejects them)."""
+        """Set the masks of this step; the config rejects policies and update fractions, so none applies."""
         return self._to(layers, self.sparsity(step), exchange)
 
     def sparsify(self, layers: Sequence[Layer], *, how: str, seed: int, exchange: Exchange) -> list[Change]:
-        """Make the masks of the first step, which do not depend on the weights."""
+        """Set the masks of the first step, which do not depend on the weights."""
         for layer in layers:
             if layer.mask.ever is not None:
                 layer.mask.ever.zero_()  # the dense start was never trained
@@ -312,8 +312,8 @@ class Channels:
         for (mask, *_), (pruned, grown, _) in zip(after, totals, strict=True):
             if pruned and grown:
                 raise UserError(
-                    f"{mask.name}: its active channels are not those of this seed: continue with the training.seed or "
-                    "mst.seed of the run that trained it"
+                    f"{mask.name}: its active channels belong to another seed: use the training.seed or mst.seed of "
+                    "the run that trained it"
                 )
         changes = []
         for (mask, was, bits, active), (pruned, grown, ever) in zip(after, totals, strict=True):

@@ -1,17 +1,17 @@
 """Finds the units of a network, and counts the dead ones from slices of its weights.
 
-A unit contributes a product of factors, each of which is linear in lines (rows or columns) of one matrix:
+The contribution of a unit is a product of factors, each of which is linear in lines (rows or columns) of one matrix:
 
     mlp         down[:, j] · act(up[j]·x)                      a neuron of an MLP
     mlp, gated  down[:, j] · (up[j]·x) · act(gate[j]·x)        of Llama's
     value       proj[:, c] · (attention of v[c]·x)             a channel of a head
     query_key   (q[c]·x) · (k[c]·x')                           a channel of a head, one term of a score
 
-The gradient of a factor contains all the others. As soon as two factors are zero, all gradients are exactly zero: the
-unit is dead, and no optimizer that starts from zero moments brings it back. If one factor is zero, it has a gradient.
+The gradient of a factor is a product of all the others. If two factors are zero, all gradients are exactly zero: the
+unit is dead, and no optimizer with zero moments can revive it. If only one factor is zero, that factor has a gradient.
 The bias of a row belongs to the row's factor. An activation must map 0 to 0 with a nonzero slope, as GELU and SiLU do.
 
-If several query heads read one key and value head, the columns (or rows) of all of them are one factor. Query-key
+If several query heads share a key and value head, the columns (or rows) of all of them form one factor. Query-key
 channels under a rotary embedding are left out, because it mixes pairs of channels in an order that depends on the
 model.
 """
@@ -30,7 +30,6 @@ from mst_scale.comm.exchange import Exchange
 from mst_scale.dead_units import KINDS, Tally
 from mst_scale.hybrid_sparse_attention import SelfAttention
 from mst_scale.mixed_growing import packed_bits
-from mst_scale.models.gpt import MLP
 from mst_scale.shard import Shard
 from mst_scale.zero_shards import is_linear, named_parameters, shape_of
 
@@ -54,7 +53,7 @@ class Lines:
         return mine.view(-1, self.group, self.width).any(1).view(-1)
 
     def spread(self, units: Tensor, lines: int) -> Tensor:
-        """Return one flag per line, from one per unit."""
+        """Return one flag per line, from one flag per unit."""
         flags = torch.zeros(lines, dtype=torch.bool)
         wide = units.view(-1, 1, self.width).expand(-1, self.group, self.width).reshape(-1)
         flags[self.first : self.first + wide.numel()] = wide
@@ -63,7 +62,7 @@ class Lines:
 
 @dataclass(frozen=True)
 class Factor:
-    """One factor of the units' contributions."""
+    """One factor of the contribution of each unit."""
 
     weight: Lines
     bias: Lines | None = None
@@ -76,7 +75,7 @@ class Factor:
 
 @dataclass(frozen=True)
 class Units:
-    """The units of one kind in one layer; factors are in order from the input, the outgoing one last."""
+    """The units of one kind in one layer; factors are ordered from the input to the output."""
 
     kind: str
     count: int
@@ -103,19 +102,19 @@ class Units:
     def to_fill(zero: Tensor, can: Tensor) -> Tensor:
         """Return (factors, units) flags of the zero factors that get weights when dead units are revived.
 
-        Only the factors that `can` get weights are filled, and one zero factor remains so that the unit still adds 0:
-        the last one if all can.
+        Only factors for which `can` is set get weights, and one zero factor remains (the last one if `can` is set for
+        all), so that the unit still contributes 0.
         """
-        behind = zero.flip(0).cumsum(0).flip(0) - zero.long()  # zero factors further from the input
+        later = zero.flip(0).cumsum(0).flip(0) - zero.long()  # zero factors closer to the output
         stays = (zero & ~can[:, None]).any(0)
-        return zero & can[:, None] & (stays | (behind > 0))
+        return zero & can[:, None] & (stays | (later > 0))
 
 
 # --- counting, from slices of the weights ---
 
 
 class LineFlags:
-    """Records which lines of some units' parameters have a nonzero value, from slices in any order."""
+    """Records which lines of the units' parameters have a nonzero value, from slices in any order."""
 
     def __init__(self, units: Sequence[Units], shapes: Mapping[str, Sequence[int]]):
         parts = [part for some in units for factor in some.factors for part in factor.parts]
@@ -126,8 +125,8 @@ class LineFlags:
             for place in dict.fromkeys((part.name, part.axis) for part in parts)
         }
 
-    def look(self, shard: Shard, values: Tensor) -> None:
-        """Take in the flat values of a shard; a parameter that belongs to no unit is ignored."""
+    def add(self, shard: Shard, values: Tensor) -> None:
+        """Record the flat values of a shard; a parameter that belongs to no unit is ignored."""
         for (of, axis), flags in self.found.items():
             if of == shard.name:
                 flags.logical_or_(nonzero_lines(values, shard, axis).cpu())
@@ -169,7 +168,7 @@ def nonzero_lines(values: Tensor, shard: Shard, axis: int) -> Tensor:
         else:
             stop = position + rows * columns
         piece = values[position - start : stop - start].view(rows, -1)
-        some = piece.abs().amax(1 - axis) != 0  # six times as fast on a CPU as (piece != 0).any(…); a NaN is not 0
+        some = piece.abs().amax(1 - axis) != 0  # on a CPU six times as fast as (piece != 0).any(…); a NaN is not 0
         first = row if axis == 0 else column
         found[first : first + some.numel()] |= some
         position = stop
@@ -181,7 +180,7 @@ def nonzero_lines(values: Tensor, shard: Shard, axis: int) -> Tensor:
 
 
 def positions(lines: Tensor, axis: int, shard: Shard) -> Iterator[Tensor]:
-    """Yield the positions (int64) in a shard of the values that lie on the flagged lines, one span at a time."""
+    """Yield the positions (int64) in a shard of the values on the flagged lines, one span at a time."""
     columns = shard.cut.matrix[1]
     for a, b in packed_bits.spans(shard.length, lines.device):
         flat = shard.logical(torch.arange(a, b, device=lines.device))
@@ -193,9 +192,9 @@ def positions(lines: Tensor, axis: int, shard: Shard) -> Iterator[Tensor]:
 
 
 def find_units(model: nn.Module) -> tuple[list[Units], list[str]]:
-    """Find the units of our own models, of transformers' GPT-2 and Llama, and of models built like these.
+    """Find the units of our models, of transformers' GPT-2 and Llama, and of models with the same structure.
 
-    Modules are recognized by the names of their parts. Layers with frozen weights are left out.
+    Modules are recognized by the names of their submodules. Layers with frozen weights are left out.
 
     Returns:
         The units, and the reasons why some modules were left out.
@@ -213,14 +212,14 @@ def find_units(model: nn.Module) -> tuple[list[Units], list[str]]:
 
 
 class _LeftOut(Exception):
-    """Why a module's units are not counted."""
+    """The reason why a module's units are not counted."""
 
 
 MakeFactor = Callable[..., Factor]
 
 
-def _own(module: nn.Module, factor: MakeFactor) -> list[Units]:
-    if isinstance(module, MLP):
+def _own(module: Any, factor: MakeFactor) -> list[Units]:
+    if _has(module, "up", "down", "gelu"):
         return [Units("mlp", _width(module.up), (factor(module.up), factor(module.down, inputs=True)))]
     if isinstance(module, SelfAttention):
         return _packed_attention(module.qkv, module.proj, int(module.head_dim), factor)
@@ -234,7 +233,7 @@ def _like_gpt2(module: Any, factor: MakeFactor) -> list[Units]:
     if _has(module, "c_attn", "c_proj", "head_dim"):
         if getattr(module, "is_cross_attention", False):
             raise _LeftOut("cross-attention has its projections elsewhere")
-        if hasattr(module, "multi_query"):  # GPTBigCode's
+        if hasattr(module, "multi_query"):  # GPTBigCode
             raise _LeftOut("q, k and v are stored head by head, or share a head")
         return _packed_attention(module.c_attn, module.c_proj, int(module.head_dim), factor)
     return []
@@ -255,7 +254,7 @@ def _like_llama(module: Any, factor: MakeFactor) -> list[Units]:
 
 
 def _packed_attention(qkv: nn.Module, proj: nn.Module, head: int, factor: MakeFactor) -> list[Units]:
-    """For outputs of `qkv` in the order q, k, v, without a rotary embedding."""
+    """Return the units of attention whose `qkv` outputs are in the order q, k, v, without a rotary embedding."""
     width = _width(proj, inputs=True)
     if _width(qkv) != 3 * width:
         raise _LeftOut(f"{_width(qkv)} outputs are not three times {width}")
@@ -269,7 +268,7 @@ def _has(module: nn.Module, *parts: str) -> bool:
 
 
 def _transposed(linear: nn.Module) -> bool:
-    """Whether the weight is (inputs, outputs), as in transformers' Conv1D."""
+    """Return whether the weight is (inputs, outputs), as in transformers' Conv1D."""
     if is_linear(linear):
         return False
     if type(linear).__name__ == "Conv1D":
@@ -285,7 +284,7 @@ def _width(linear: nn.Module, inputs: bool = False) -> int:
 def _factor(
     names: Mapping[int, str], linear: Any, *, inputs: bool = False, first: int = 0, group: int = 1, width: int = 1
 ) -> Factor:
-    """The lines of a linear layer for the units that it computes (with biases) or that it reads (`inputs`)."""
+    """Return the factor of a linear layer, for units that are its outputs (with biases) or its `inputs`."""
     weight, bias = linear.weight, None if inputs else linear.bias
     for parameter in (weight,) if bias is None else (weight, bias):
         if not parameter.requires_grad:

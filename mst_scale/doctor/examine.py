@@ -1,4 +1,4 @@
-"""Runs every check in order on every rank, whatever one of them meets, and prints the findings on rank 0.
+"""Runs every check in order on every rank, even if one of them fails or hangs, and prints the findings on rank 0.
 
 Each check runs on a thread, so that one that never returns does not block the others: after its time, or if another
 rank has failed in the same check, the thread is abandoned. After each check the ranks merge their findings over the
@@ -19,34 +19,32 @@ import traceback
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from datetime import timedelta
 from typing import Any, NoReturn
 
 from mst_scale import comm
 from mst_scale.comm import Ranks
 from mst_scale.doctor import machine
-from mst_scale.doctor.findings import WRONG, Finding, Report, failed, look, merge, ok, progress, run_each, wrong
+from mst_scale.doctor.findings import WRONG, Finding, Report, announce, failed, look, merge, ok, run_each
 
 LONGEST = 600.0  # seconds for one check: compiling takes most, a minute or two on a slow machine
 TUNING = 3600.0
 GRACE = 5.0  # seconds for a rank to end a check by itself when another has failed in it
-TICK = 0.1
-MEET_TIMEOUT = timedelta(seconds=60)
 LINGER = 20.0  # seconds for rank 0 to print, if the ranks could not meet
 
 
 @dataclass(frozen=True)
 class Check:
-    """A check. `what` gets the ranks, or None if they have not met."""
+    """A check. `run` gets the ranks, or None if they have not met."""
 
     name: str
-    what: Callable[[Any], list[Finding]]
+    run: Callable[[Any], list[Finding]]
     together: bool = False  # has collectives, so that all ranks must run it at once
     seconds: float = LONGEST
+    slow: bool = False  # may compile for minutes, and is announced
 
 
-def checks(full: bool = False, tune: bool = False) -> list[Check]:
-    """The quick checks, which compile and train nothing; with `full`, also the checks that do."""
+def _checks(full: bool, tune: bool) -> list[Check]:
+    """Return the quick checks, which compile and train nothing; with `full`, also the checks that do."""
     from mst_scale.doctor import ranks
 
     quick = [
@@ -60,13 +58,15 @@ def checks(full: bool = False, tune: bool = False) -> list[Check]:
     from mst_scale.doctor import full as more  # imports torch's compiler, which takes seconds
 
     def training(stage: int) -> Check:
-        return Check(f"training, ZeRO {stage}", lambda group: more.check_training(group, stage), together=True)
+        return Check(
+            f"training, ZeRO {stage}", lambda group: more.check_training(group, stage), together=True, slow=True
+        )
 
     return [
         *quick,
-        Check("kernels", lambda _: more.check_kernels()),
+        Check("kernels", lambda _: more.check_kernels(), slow=True),
         *map(training, (0, 1, 3)),  # at stage 0 each rank chooses its own masks, at the others ranks hold shards of one
-        *([Check("tune", more.tune, seconds=TUNING)] if tune else []),
+        *([Check("tune", more.tune, seconds=TUNING, slow=True)] if tune else []),
         Check("choices", lambda _: more.check_choices()),
     ]
 
@@ -77,27 +77,22 @@ def run(as_json: bool, full: bool = False, tune: bool = False) -> tuple[bool, Ra
     Returns:
         Whether nothing is wrong, the same on every rank, and the ranks, or None if they could not meet.
     """
-    first = comm.launched_rank() == 0
-    report = Report(sys.stdout if first else open(os.devnull, "w"), as_json)  # noqa: SIM115  (until the process ends)
-    full = full or tune
-    began = time.monotonic()
+    report = Report(sys.stdout if comm.launched_rank() == 0 else open(os.devnull, "w"), as_json)  # noqa: SIM115
+    full, began = full or tune, time.monotonic()
     # what libraries print is neither one of our lines nor JSON
     with contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for name in ("mst_scale", "DeepSpeed"):
             logging.getLogger(name).setLevel(logging.ERROR)
         try:
-            todo = checks(full, tune)
+            checks = _checks(full, tune)
         except ImportError as error:
             report.add([*machine.check_versions(), failed("mst_scale", error, "fix what is wrong above")])
             report.end(time.monotonic() - began)
             return False, None
-        locks = run_each({"build locks": machine.locks})  # before DeepSpeed builds anything
-        what = "the ranks meet" + (" (DeepSpeed compiles an operator at first use)" if full else "")
-        with progress(what, quiet=not first):
-            group, met = meet(lambda: comm.init(through_deepspeed=full))
-        todo = [Check("meeting", lambda _: [*locks, met]), *todo]
-        fine = examine(group, todo, report.add, quiet=not first)
+        report.add(run_each({"build locks": machine.locks}))  # before DeepSpeed builds anything
+        group, met = meet(lambda: comm.init(through_deepspeed=full))
+        fine = examine(group, [Check("meeting", lambda _: [met]), *checks], report.add)
         report.end(time.monotonic() - began, full)
         return fine, group
 
@@ -122,58 +117,56 @@ def meet(init: Callable[[], Ranks]) -> tuple[Ranks | None, Finding]:
     return group, ok("ranks meet", f"{group.world_size} of them" if group.world_size > 1 else "one process")
 
 
-def examine(
-    group: Ranks | None, todo: Sequence[Check], tell: Callable[[Sequence[Finding]], None], quiet: bool = False
-) -> bool:
-    """Run the checks, pass the findings of each to `tell` as they come, and return whether nothing is wrong.
+def examine(group: Ranks | None, checks: Sequence[Check], add: Callable[[Sequence[Finding]], None]) -> bool:
+    """Run the checks, pass the findings of each to `add` as they come, and return whether nothing is wrong.
 
     Without `group` (the ranks could not meet), checks that need other ranks are left out.
     """
-    fine, blocked = True, ""
-    store, of_checks = None, group
+    fine, blocked, store, of_checks = True, "", None, group
     if group is not None:
         import torch.distributed as dist
+        from torch.distributed.distributed_c10d import _get_default_store
 
         from mst_scale.comm.exchange import Exchange
 
-        store = _shared_store(group)
         everyone = Exchange(group.control)
         hosts = everyone.all(socket.gethostname())
+        default: Any = _get_default_store()
+        store = default.clone()  # a connection that no abandoned check blocks
         of_checks = replace(group, control=dist.new_group(backend="gloo"))
-    for check in todo:
+    for check in checks:
         if check.together and group is None:
             continue
+        if check.slow and comm.launched_rank() == 0:
+            announce(check.name)
+        findings, stuck = [], False
         if check.together and blocked:
-            said = f"not checked: ranks still wait for each other in {blocked}"
-            mine, stuck = [look(check.name, said, f"fix {blocked} first")], False
+            message = f"not checked: ranks still wait for each other in {blocked}"
+            findings = [look(check.name, message, f"fix {blocked} first")]
         else:
-            with progress(check.name, quiet):
-                mine, stuck = attempt(check, of_checks, store)
+            findings, stuck = _attempt(check, of_checks, store)
         if group is not None:
             try:
-                results = everyone.all((mine, stuck))
+                results = everyone.all((findings, stuck))
             except RuntimeError as error:
                 fix = "a rank has ended: its own output, or its machine's log, says why"
-                tell([*mine, failed("ranks", error, fix)])
+                add([*findings, failed("ranks", error, fix)])
                 return False
-            mine = merge([findings for findings, _ in results], hosts)
-            if any(stuck for _, stuck in results) and not blocked and check.together:
-                blocked = check.name
-        fine = fine and all(finding.verdict != WRONG for finding in mine)
-        tell(mine)
+            findings = merge([of_rank for of_rank, _ in results], hosts)
+            if check.together and any(stuck for _, stuck in results):
+                blocked = blocked or check.name
+        fine = fine and all(finding.verdict != WRONG for finding in findings)
+        add(findings)
     return fine
 
 
-def attempt(check: Check, group: Ranks | None, store: Any = None) -> tuple[list[Finding], bool]:
-    """Run a check on a thread.
+def _attempt(check: Check, group: Ranks | None, store: Any) -> tuple[list[Finding], bool]:
+    """Run a check on a thread; return what this rank has found, and whether the check had to be abandoned.
 
     If one rank raises between two collectives, the others block in the next one, so the failing rank sets a key in
     `store`, which the others poll, because that needs no collective.
-
-    Returns:
-        What this rank has found, and whether the check had to be abandoned.
     """
-    found: list[Finding] = []
+    findings: list[Finding] = []
     errors: list[Exception] = []
 
     def work() -> None:
@@ -182,54 +175,25 @@ def attempt(check: Check, group: Ranks | None, store: Any = None) -> tuple[list[
                 import torch
 
                 torch.cuda.set_device(machine.local_gpu())
-            found.extend(check.what(group))
+            findings.extend(check.run(group))
         except Exception as error:
             if os.environ.get("MST_TRACEBACK"):
                 traceback.print_exception(error)
             errors.append(error)
 
-    def failed_elsewhere() -> bool:
-        return check.together and store is not None and bool(store.check([check.name]))
-
-    def fail() -> None:
-        if check.together and store is not None:
-            store.set(check.name, "failed")
-
-    thread = threading.Thread(target=work, name=f"mst doctor: {check.name}", daemon=True)
-    began = time.monotonic()
+    thread = threading.Thread(target=work, daemon=True)
     thread.start()
-    while thread.is_alive() and time.monotonic() < began + check.seconds:
-        thread.join(TICK)
-        if thread.is_alive() and failed_elsewhere():
-            thread.join(GRACE)
-            break
-    if thread.is_alive():
-        if failed_elsewhere():
-            return [], True  # the rank that has failed says why
-        fail()
-        said = f"no end within {time.monotonic() - began:.0f} s"
-        return [wrong(check.name, said, "what this rank waited for hangs: network, disk, or a compiler")], True
+    deadline, failed_elsewhere, shared = time.monotonic() + check.seconds, False, check.together and store is not None
+    while thread.is_alive() and time.monotonic() < deadline and not failed_elsewhere:
+        thread.join(0.1)
+        failed_elsewhere = shared and store.check([check.name])
+    if failed_elsewhere:
+        thread.join(GRACE)
+    stuck = thread.is_alive()
+    if stuck and not failed_elsewhere:
+        errors.append(TimeoutError(f"no end within {check.seconds:g} s: network, disk, or a compiler hangs"))
+    if errors and shared:
+        store.set(check.name, "failed")
     if errors:
-        fail()
-        return [failed(check.name, errors[0])], False
-    return found, False
-
-
-def _shared_store(ranks: Ranks) -> Any:
-    """A key-value store of all ranks, held by rank 0: the process group's own may be blocked by an abandoned check."""
-    if ranks.world_size == 1:
-        return None
-    from torch.distributed import TCPStore
-
-    own: list[Any] = []
-
-    def connect(port: int, is_master: bool) -> Any:
-        address = os.environ["MASTER_ADDR"]
-        return TCPStore(address, port, is_master=is_master, timeout=MEET_TIMEOUT, wait_for_workers=False)
-
-    def hold() -> int:
-        own.append(connect(0, is_master=True))
-        return int(own[0].port)
-
-    port = ranks.on_first(hold)
-    return own[0] if own else connect(port, is_master=False)
+        return [failed(check.name, errors[0])], stuck
+    return ([] if stuck else findings), stuck  # if stuck, the rank that has failed says why

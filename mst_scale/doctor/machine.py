@@ -16,7 +16,7 @@ import subprocess
 from importlib import metadata
 from pathlib import Path
 
-from packaging.markers import default_environment
+import psutil
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
@@ -25,7 +25,7 @@ from mst_scale import compiled, shipped
 from mst_scale.compiled import build_locks, cache_folder
 from mst_scale.doctor.findings import Finding, look, ok, run_each, skip, wrong
 
-DRIVER, CGROUP = Path("/proc/driver/nvidia/version"), Path("/sys/fs/cgroup")
+CGROUP = Path("/sys/fs/cgroup")
 MB, GB = 1_000_000, 1_000_000_000
 FULL = 100 * MB  # with less free, a disk is full
 CACHE = 1 * GB  # DeepSpeed's operators for a GPU take some hundred MB
@@ -38,8 +38,7 @@ def device() -> str:
     """Return "cuda" or "cpu", as DeepSpeed chooses it: DS_ACCELERATOR takes precedence over the hardware."""
     import torch
 
-    asked = os.environ.get("DS_ACCELERATOR", "cuda")
-    return "cuda" if asked == "cuda" and torch.cuda.is_available() else "cpu"
+    return "cuda" if os.environ.get("DS_ACCELERATOR", "cuda") == "cuda" and torch.cuda.is_available() else "cpu"
 
 
 def local_gpu() -> int:
@@ -61,7 +60,7 @@ def check_versions() -> list[Finding]:
             "DeepSpeed": lambda: check_package("DeepSpeed", "deepspeed"),
             "Triton": _triton,
             "apex": _apex,
-            "GPU driver": _driver,
+            "GPU": _gpu,
             "nvcc": _nvcc,
             "C++ compiler": check_compiler,
             "ninja": _ninja,
@@ -71,30 +70,26 @@ def check_versions() -> list[Finding]:
 
 def check_package(label: str, name: str) -> Finding:
     """Check a library that training needs."""
-    version, wanted = installed(name), _supported().get(name, SpecifierSet())
-    fix = f"pip install '{name}{wanted}'"
+    version, supported = installed(name), _supported().get(name, SpecifierSet())
+    fix = f"pip install '{name}{supported}'"
     if version is None:
         return wrong(label, "is not installed", fix)
-    if not wanted.contains(version, prereleases=True):
-        return wrong(label, f"{version} is not supported: {name}{wanted} is", fix, version=version)
+    if not supported.contains(version, prereleases=True):
+        return wrong(label, f"{version} is not supported: {name}{supported} is", fix)
     if (reason := import_error(name)) is not None:
         return wrong(label, f"{version} cannot be imported: {reason}", f"{fix}, or install what it misses")
-    best = _tested().get(name)
-    if best is None:
-        return ok(label, f"{version}, supported ({name}{wanted})", version=version)
-    if Version(version).release[:2] > Version(best).release[:2]:
-        return look(label, f"{version} is newer than the tested {best}", f"pip install {name}=={best}", version=version)
-    said = version if Version(version).public == best else f"{version}, supported; tested with {best}"
-    return ok(label, said, version=version, tested=best)
+    tested = _tested().get(name)
+    if tested and Version(version).release[:2] > Version(tested).release[:2]:
+        return look(label, f"{version} is newer than the tested {tested}", f"pip install {name}=={tested}")
+    if tested and Version(version).public == tested:
+        return ok(label, version)
+    return ok(label, f"{version}, supported" + (f"; tested with {tested}" if tested else ""))
 
 
 def _triton() -> Finding:
-    version = installed("triton")
     if device() == "cuda":
         return check_package("Triton", "triton")
-    if version is None:
-        return skip("Triton", "is not installed, and not needed: the kernels that use it run on GPUs")
-    return ok("Triton", f"{version}, for GPUs", version=version)
+    return skip("Triton", "is not needed: the kernels that use it run on GPUs")
 
 
 def _apex() -> Finding:
@@ -105,22 +100,19 @@ def _apex() -> Finding:
     return ok("apex", "is installed: LayerNorm is fused")
 
 
-def _driver() -> Finding:
+def _gpu() -> Finding:
     import torch
 
-    known = re.search(r"Kernel Module\D*(\d[\d.]*)", DRIVER.read_text()) if DRIVER.exists() else None
-    version = known[1] if known else None
-    if not torch.cuda.is_available():
-        if version is None:
-            return skip("GPU driver", "no NVIDIA driver: the CPU computes")
-        built = "built without CUDA" if torch.version.cuda is None else f"built for CUDA {torch.version.cuda}"
+    if torch.cuda.is_available():
+        message = f"{torch.cuda.device_count()} × {torch.cuda.get_device_name(0)}, CUDA {torch.version.cuda}"
+        if device() == "cpu":
+            return look("GPU", f"{message}, but DS_ACCELERATOR=cpu selects the CPU", "unset DS_ACCELERATOR")
+        return ok("GPU", message)
+    if Path("/proc/driver/nvidia/version").exists():
         fix = "install torch's CUDA build and a driver that is new enough for it, and check CUDA_VISIBLE_DEVICES"
-        return look("GPU driver", f"{version} is installed, but torch, {built}, finds no GPU", fix)
-    names = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
-    said = f"{version or 'installed'}, CUDA {torch.version.cuda}: {len(names)} × {names[0]}"
-    if device() == "cpu":
-        return look("GPU driver", f"{said}, but DS_ACCELERATOR=cpu selects the CPU", "unset DS_ACCELERATOR")
-    return ok("GPU driver", said, gpus=names)
+        built = f"built for CUDA {torch.version.cuda}" if torch.version.cuda else "built without CUDA"
+        return look("GPU", f"NVIDIA's driver is installed, but torch, {built}, finds no GPU", fix)
+    return skip("GPU", "no NVIDIA driver: training runs on the CPU")
 
 
 def _nvcc() -> Finding:
@@ -128,17 +120,17 @@ def _nvcc() -> Finding:
         return skip("nvcc", "is not needed: no GPU is used")
     import torch
 
+    cuda = torch.version.cuda or "none"
     places = [f"{os.environ.get('CUDA_HOME', '')}/bin", os.environ.get("PATH", "")]
-    program, cuda = shutil.which("nvcc", path=os.pathsep.join(places)), torch.version.cuda or "none"
+    program = shutil.which("nvcc", path=os.pathsep.join(places))
     if program is None:
         fix = f"install CUDA's toolkit {cuda} and set CUDA_HOME"
         return look("nvcc", "is not installed: DeepSpeed cannot build its operators for GPUs (fused Adam)", fix)
     release = re.search(r"release (\d+)\.(\d+)", _output(program, "--version"))
-    version = f"{release[1]}.{release[2]}" if release else "of an unknown version"
     if release and release[1] != cuda.split(".")[0]:
-        said = f"{version}, but torch is built for CUDA {cuda}: DeepSpeed refuses to build with it"
-        return look("nvcc", said, f"set CUDA_HOME to a toolkit {cuda}")
-    return ok("nvcc", f"{version} ({program})", version=version)
+        message = f"{release[1]}.{release[2]}, but torch is built for CUDA {cuda}: DeepSpeed does not build with it"
+        return look("nvcc", message, f"set CUDA_HOME to a toolkit {cuda}")
+    return ok("nvcc", program)
 
 
 def check_compiler() -> Finding:
@@ -150,15 +142,13 @@ def check_compiler() -> Finding:
             "none found ($CXX, g++, clang++, c++): CPU kernels and DeepSpeed's operators cannot be built",
             "install g++, or share the caches of a machine that has it and the same processor",
         )
-    return ok("C++ compiler", _output(*program, "--version").splitlines()[0], program=program)
+    return ok("C++ compiler", _output(*program, "--version").splitlines()[0])
 
 
 def _ninja() -> Finding:
-    program = shutil.which("ninja")
-    if program is None:
-        here = "; it is installed, but not on PATH" if installed("ninja") else ""
+    if (program := shutil.which("ninja")) is None:
         fix = "activate the environment that has it, or pip install ninja"
-        return look("ninja", f"torch finds none: DeepSpeed's operators cannot be built{here}", fix)
+        return look("ninja", "is not on PATH: DeepSpeed's operators cannot be built", fix)
     return ok("ninja", f"{_output(program, '--version').strip()} ({program})")
 
 
@@ -184,7 +174,7 @@ def _output(*command: str) -> str:
 
 
 def _supported() -> dict[str, SpecifierSet]:
-    """Supported versions by package, as setup.py has them."""
+    """Return supported versions by package, as setup.py has them."""
     try:
         lines = metadata.requires("mst_scale") or []
     except metadata.PackageNotFoundError:
@@ -199,14 +189,11 @@ def _supported() -> dict[str, SpecifierSet]:
 
 
 def _tested() -> dict[str, str]:
-    """The versions that the tests ran with, by package; {} in an installed wheel."""
+    """Return the versions that the tests ran with, by package; {} in an installed wheel."""
     path = shipped.PACKAGE.parent / "constraints.txt"
     lines = path.read_text().splitlines() if path.is_file() else []
     pins = [Requirement(line) for line in lines if line.strip() and not line.startswith("#")]
-    here = {key: str(value) for key, value in default_environment().items()}
-    return {
-        pin.name: next(iter(pin.specifier)).version for pin in pins if pin.marker is None or pin.marker.evaluate(here)
-    }
+    return {pin.name: next(iter(pin.specifier)).version for pin in pins if not pin.marker or pin.marker.evaluate()}
 
 
 # --- memory, disk and locks ---
@@ -214,11 +201,12 @@ def _tested() -> dict[str, str]:
 
 def check_room() -> list[Finding]:
     """Check whether a run would run out of memory or disk space."""
+    cache = "set MST_SCALE_CACHE to"
     operators = build_locks.extensions_folder()
     checks = {
         "memory": _memory,
         "disk, this folder": lambda: _disk("disk, this folder", Path.cwd(), CHECKPOINT, "work in"),
-        "disk, kernels": lambda: _disk("disk, kernels", cache_folder(), CACHE, "set MST_SCALE_CACHE to"),
+        "disk, kernels": lambda: _disk("disk, kernels", cache_folder(), CACHE, cache),
         "disk, DeepSpeed": lambda: _disk("disk, DeepSpeed", operators, CACHE, "set TORCH_EXTENSIONS_DIR to"),
         "shared memory": _shared_memory,
     }
@@ -227,81 +215,76 @@ def check_room() -> list[Finding]:
     return run_each(checks)
 
 
-def locks() -> Finding:
-    """Remove stale locks of killed builds, as at the start of every run."""
-    folder, name = build_locks.extensions_folder(), "build locks"
-    verdicts = {lock: build_locks.stale(lock) for lock in build_locks.locks(folder)}
-    gone = [lock for lock, verdict in verdicts.items() if verdict]
-    for lock in gone:
-        lock.unlink(missing_ok=True)
-    if gone:
-        said = f"removed {', '.join(map(str, gone))}, left by a killed build: every start would have waited for it"
-        return look(
-            name, said, "nothing to do: it is removed, as at the start of every run", removed=list(map(str, gone))
-        )
-    young = [lock for lock, verdict in verdicts.items() if verdict is None]
-    if young:
-        fix = "wait for that build; if there is none, remove the lock"
-        return look(name, f"{young[0]} is held: a build is running, or was killed just now", fix)
-    return ok(name, f"none is stale in {folder}")
-
-
 def _memory() -> Finding:
     free, total = free_memory()
-    said = f"{_size(free)} free of {_size(total)}"
-    if free < MEMORY:
-        fix = "end other processes, or ask for more"
-        return wrong("memory", f"{said}: too little for torch and DeepSpeed", fix, free=free, total=total)
-    if free < LITTLE_MEMORY:
-        fix = "`mst plan` estimates what a model needs"
-        return look("memory", f"{said}: enough for small models only", fix, free=free, total=total)
-    return ok("memory", said, free=free, total=total)
+    fix = "end other processes, or ask for more; `mst plan` estimates what a model needs"
+    return _room("memory", free, f"of {_size(total)}", fix, least=MEMORY, enough=LITTLE_MEMORY)
 
 
 def free_memory() -> tuple[int, int]:
     """Return (free, total) bytes of this machine, or of the part of it that this process may use."""
-    lines = [line.split() for line in Path("/proc/meminfo").read_text().splitlines()]
-    known = {words[0].rstrip(":"): int(words[1]) * 1024 for words in lines if len(words) > 1}
-    free, total = known["MemAvailable"], known["MemTotal"]
+    memory = psutil.virtual_memory()
     try:
         most, used = (int((CGROUP / f"memory.{name}").read_text()) for name in ("max", "current"))
     except (OSError, ValueError):  # no such file, or no limit
-        return free, total
-    return (min(free, max(0, most - used)), most) if most < total else (free, total)
+        return memory.available, memory.total
+    if most >= memory.total:
+        return memory.available, memory.total
+    return min(memory.available, max(0, most - used)), most
 
 
 def _gpu_memory() -> Finding:
     import torch
 
     free, total = torch.cuda.mem_get_info(local_gpu())
-    said = f"{_size(free)} free of {_size(total)}"
-    if free < total // 2:
-        fix = "nvidia-smi lists its processes"
-        return look("GPU memory", f"{said}: another process uses it", fix, free=free, total=total)
-    return ok("GPU memory", said, free=free, total=total)
+    return _room(
+        "GPU memory", free, f"of {_size(total)}", "nvidia-smi lists the processes that use it", enough=total // 2
+    )
 
 
 def _disk(name: str, place: Path, least: int, elsewhere: str) -> Finding:
     """Check the folder, or the one that it would be created in."""
-    there = next(folder for folder in (place, *place.absolute().parents) if folder.exists())
-    free = shutil.disk_usage(there).free
-    said = f"{_size(free)} free for {place}"
-    fix = f"free some space, or {elsewhere} a folder with more"
-    if not os.access(there, os.W_OK):
-        return wrong(name, f"{there} cannot be written", f"{elsewhere} a folder that you can write", free=free)
-    if free < FULL:
-        return wrong(name, f"{said}: full", fix, free=free)
-    return look(name, f"{said}: little", fix, free=free) if free < least else ok(name, said, free=free)
+    existing = next(folder for folder in (place, *place.absolute().parents) if folder.exists())
+    free = shutil.disk_usage(existing).free
+    if not os.access(existing, os.W_OK):
+        return wrong(name, f"{existing} cannot be written", f"{elsewhere} a folder that you can write")
+    return _room(
+        name, free, f"for {place}", f"free some space, or {elsewhere} a folder with more", least=FULL, enough=least
+    )
 
 
 def _shared_memory() -> Finding:
     free = shutil.disk_usage("/dev/shm").free
-    said = f"{_size(free)} free in /dev/shm"
-    if free < SHARED:
-        fix = "containers: docker run --shm-size=8g"
-        return look("shared memory", f"{said}: too little for several ranks or loaders", fix, free=free)
-    return ok("shared memory", said, free=free)
+    return _room("shared memory", free, "in /dev/shm", "containers: docker run --shm-size=8g", enough=SHARED)
+
+
+def _room(name: str, free: int, of: str, fix: str, *, least: int = 0, enough: int) -> Finding:
+    message = f"{_size(free)} free {of}"
+    if free < least:
+        return wrong(name, f"{message}: too little", fix, free=free)
+    if free < enough:
+        return look(name, f"{message}: little", fix, free=free)
+    return ok(name, message, free=free)
 
 
 def _size(size: int) -> str:
     return f"{size / GB:,.1f} GB" if size >= GB else f"{size / MB:,.0f} MB"
+
+
+def locks() -> Finding:
+    """Remove stale locks of killed builds, as at the start of every run."""
+    folder, name = build_locks.extensions_folder(), "build locks"
+    stale = {lock: build_locks.stale(lock) for lock in build_locks.locks(folder)}
+    removed = [lock for lock, known in stale.items() if known]
+    for lock in removed:
+        lock.unlink(missing_ok=True)
+    if removed:
+        message = (
+            f"removed {', '.join(map(str, removed))}, left by a killed build: every start would have waited for it"
+        )
+        return look(name, message, "nothing to do")
+    for lock, known in stale.items():
+        if known is None:
+            message = f"{lock} is held: a build is running, or was killed just now"
+            return look(name, message, "wait for that build; if there is none, remove the lock")
+    return ok(name, f"none is stale in {folder}")

@@ -9,6 +9,7 @@ The components:
 masking           keeps inactive weights at 0; initial_masks: the masks of a start, or those of a file
 topology          prunes, grows, and starts what has grown; criteria: what is compared
 compute           lets layers multiply with their masks, by the same kernels on all ranks
+compact_topology  masking, topology and compute of layers that store their active weights alone
 weight_checks     stops the run if an inactive weight was moved, or masks differ
 weight_functions  lets layers multiply with a function of what is stored
 attention         sets the attention pattern
@@ -17,6 +18,7 @@ config_record     keeps the config in checkpoints
 
 What they are made from:
 
+compaction        makes layers compact before DeepSpeed starts; compact_linear: how these compute
 targets           chooses the parameters that become sparse; adapters: those that never do
 sequences         gives the model its part of each sequence
 """

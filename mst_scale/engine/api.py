@@ -20,6 +20,7 @@ from mst_scale.compiled.first_use import announced
 from mst_scale.config import RECIPES, Experiment, load, overridden_in_recipe, read, states
 from mst_scale.config.parallel import KEYS, check_pipeline, sizes_of
 from mst_scale.config.support import check_supported, precision_of
+from mst_scale.engine.compaction import make_compact
 from mst_scale.engine.sequences import cut_sequences
 from mst_scale.engine.sparse_training import SparseTraining
 from mst_scale.engine.types import MST, Engine
@@ -84,12 +85,12 @@ def initialize(
     _refuse_growth(configs[0], experiment)
     unread = _refuse_two_schedules(configs[0], experiment, others)
     notes = [*check_supported(experiment.deepspeed, experiment.mst), *unread]
-    zero_shards.refuse_precision(precision_of(experiment.deepspeed))
+    zero_shards.check_precision(precision_of(experiment.deepspeed))
     _refuse_unread_sizes(model, experiment, others)
     if isinstance(model, deepspeed.PipelineModule):
         check_pipeline(experiment.deepspeed)
     if not experiment.mst.stays_dense or experiment.mst.function is not None:
-        zero_shards.refuse_arguments(model, **others)
+        zero_shards.check_arguments(model, **others)
     speak()
     cut_sequences(model, **others)
     if not isinstance(configs[0], Experiment) and (changes := overridden_in_recipe(configs[0])):
@@ -100,12 +101,14 @@ def initialize(
     if not torch.distributed.is_initialized() and not under_mpi():
         complete_environment()  # a free port for a script that no launcher started: DeepSpeed would always take 29500
     own_loops.prepare()
+    parameters = model.parameters() if model_parameters is None else model_parameters
+    parameters = make_compact(model, experiment, optimizer, parameters, others)
     with announced(), zero_shards.asserted_of_cutting(model, sizes_of(experiment.deepspeed).tensor):
         engine, made, loader, scheduler = _deepspeeds_own(
             args,
             model,
             optimizer,
-            model.parameters() if model_parameters is None else model_parameters,
+            parameters,
             config=experiment.deepspeed,
             **others,
         )
@@ -138,7 +141,7 @@ def _refuse_unread_sizes(model: torch.nn.Module, experiment: Experiment, others:
             "that parts of sequences would be reduced wrongly: leave mpu out, or cut the GPT of mst_scale"
         )
     if sizes.tensor > 1:
-        zero_shards.refuse_to_cut(model, experiment.deepspeed, sizes.tensor)
+        zero_shards.check_cuttable(model, experiment.deepspeed, sizes.tensor)
     if sizes.pipeline > 1 and not isinstance(model, deepspeed.PipelineModule):
         raise UserError(
             f"{KEYS['pipeline']} = {sizes.pipeline} and a model that is no PipelineModule: give one, as "

@@ -30,7 +30,7 @@ FIX = "change weights with mst_scale.load_weights(engine, state_dict), which wri
 class ChangedWeights(Component):
     """Watches the parameters of one engine on this rank."""
 
-    def __init__(self, engine: Any, state: MaskState, store: zero_shards.Shards):
+    def __init__(self, engine: Any, state: MaskState, store: zero_shards.Store):
         self.engine, self.masks, self.store, self.everyone = engine, list(state.masks), store, state.everyone
         everything = dict(zero_shards.named_parameters(engine.module))
         self.trained = {name: (p, p.requires_grad) for name, p in everything.items()}
@@ -112,7 +112,7 @@ class ChangedWeights(Component):
         found, first = 0, ""
         for i in changed:
             mask = self.masks[i]
-            if mask.dense:
+            if mask.dense or zero_shards.index_of(self.store.parameters[i]) is not None:
                 continue
             stray = mask.count_inactive(self.store.read(i))
             found, first = found + stray, first or (mask.name if stray else "")

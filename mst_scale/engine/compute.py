@@ -33,7 +33,7 @@ class SparseCompute(Component):
         self,
         engine: Any,
         state: MaskState,
-        store: zero_shards.Shards,
+        store: zero_shards.Store,
         topology: Topology,
         *,
         local: Exchange,
@@ -108,7 +108,9 @@ class SparseCompute(Component):
         mine = [(*case, max(sparsities)) for _, case, sparsities in self._cases()]
         cases = [case for of_rank in everyone.all(mine) for case in of_rank]
         kind, block = self.engine.device.type, self.layers.block
-        self.layers.crossovers = everyone.agree_on_first(lambda: dispatch.crossovers_of(kind, block, cases)) or {}
+        interval = self.state.schedule.interval
+        found = everyone.agree_on_first(lambda: dispatch.crossovers_of(kind, block, cases, interval))
+        self.layers.crossovers = found or {}
 
     def state_dict(self) -> dict[str, Any]:
         rows = [[dtype, list(shape), sparsity] for (dtype, shape), sparsity in self.layers.crossovers.items()]

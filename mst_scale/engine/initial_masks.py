@@ -22,7 +22,7 @@ ZEROS = "zeros"
 
 
 def make_sparse(
-    state: MaskState, store: zero_shards.Shards, elements: Granularity, counts: Sequence[int], how: str
+    state: MaskState, store: zero_shards.Store, elements: Granularity, counts: Sequence[int], how: str
 ) -> None:
     """Choose masks for the weights that the model has, and zero what is inactive.
 
@@ -39,7 +39,7 @@ def make_sparse(
     zero_inactive(state, store)
 
 
-def keep_given(state: MaskState, store: zero_shards.Shards, given: GivenMasks) -> None:
+def keep_given(state: MaskState, store: zero_shards.Store, given: GivenMasks) -> None:
     """Take the given masks in place of what a schedule asks for, and zero what is inactive."""
     flags = state.everyone.agree(lambda: [given.mask_of(store, i) for i in range(len(state.masks))])
     active = state.exchange.sum(torch.tensor([int(f.sum()) for f in flags], dtype=torch.int64)).tolist()
@@ -50,7 +50,7 @@ def keep_given(state: MaskState, store: zero_shards.Shards, given: GivenMasks) -
     zero_inactive(state, store)
 
 
-def zero_inactive(state: MaskState, store: zero_shards.Shards) -> None:
+def zero_inactive(state: MaskState, store: zero_shards.Store) -> None:
     """Zero inactive weights in the master copy and in what the forward pass reads."""
     for i, mask in enumerate(state.masks):
         mask.retain_(store.weight(i))
@@ -85,7 +85,7 @@ class GivenMasks:
                 "%s: it has no mask for %d matrices (%s), which stay dense", self.file.path, len(missing), missing[0]
             )
 
-    def mask_of(self, store: zero_shards.Shards, i: int) -> Tensor:
+    def mask_of(self, store: zero_shards.Store, i: int) -> Tensor:
         """Return True where a weight of this rank's slice of a parameter is active."""
         part, weight = store.slices[i], store.weight(i)
         if self.file is None:

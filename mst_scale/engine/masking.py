@@ -34,7 +34,7 @@ class Masking(Component):
         self,
         engine: Any,
         state: MaskState,
-        store: zero_shards.Shards,
+        store: zero_shards.Store,
         topology: Topology,
         *,
         initial: str,
@@ -162,7 +162,7 @@ class Masking(Component):
             )
         return (
             f"{len(state.numels)} matrices with {weights:,} of {trained:,} parameters become up to "
-            f"{100 * state.schedule.max_sparsity:.3g} % sparse{topology.elements.words} by policy "
+            f"{100 * state.schedule.max_sparsity:.3g} % sparse{topology.elements.suffix} by policy "
             f"{topology.policy.name}; {describe_phases(state.schedule)}{self._describe_first_masks()}; "
             f"masks take {sum(m.length for m in state.masks) * bits // 8:,} bytes per rank"
         )

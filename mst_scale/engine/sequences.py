@@ -20,7 +20,7 @@ JOINED = ("gpt2",)  # their attention joins heads by a reshape of its own, after
 
 
 def cut_sequences(model: nn.Module, *more: Any, **others: Any) -> None:
-    """`more` are `deepspeed.initialize`'s arguments from the fifth on, as in `refuse_arguments`."""
+    """`more` are `deepspeed.initialize`'s arguments from the fifth on, as in `check_arguments`."""
     mpu = inspect.signature(deepspeed.initialize).bind(None, model, None, None, *more, **others).arguments.get("mpu")
     ranks_of = getattr(mpu, "get_sequence_parallel_world_size", None)
     parts = 1 if ranks_of is None else int(ranks_of())

@@ -48,6 +48,7 @@ from mst_scale.dead_units.live import Channels, LiveUnits
 from mst_scale.dead_units.units import Units
 from mst_scale.engine.attention import AttentionPattern
 from mst_scale.engine.changed_weights import ChangedWeights
+from mst_scale.engine.compact_topology import CompactCompute, CompactMasking, CompactTopology
 from mst_scale.engine.component import Component
 from mst_scale.engine.compute import SparseCompute
 from mst_scale.engine.config_record import ConfigRecord
@@ -65,6 +66,7 @@ from mst_scale.mixed_growing.blocks import granularity_of
 from mst_scale.mixed_growing.evolve import Change
 from mst_scale.mixed_growing.masks import LayerMask, MaskSet
 from mst_scale.sparsity_variation import Point
+from mst_scale.zero_shards import compact_files
 
 C = TypeVar("C", bound=Component)
 
@@ -116,7 +118,7 @@ class SparseTraining:
                 "none: choose AdamW, or another policy"
             )
         targets = choose_targets(engine.module, mst.targets, frozen=mst.masks is not None)
-        zero_shards.refuse_unoptimized(engine, {name: p for name, p in targets.items() if p.requires_grad})
+        zero_shards.check_optimized(engine, {name: p for name, p in targets.items() if p.requires_grad})
         self.store = zero_shards.shards_of(engine, targets)
         groups = zero_shards.groups_of(engine)
         named, of_checks = zero_shards.NamedCollectives("mst"), zero_shards.NamedCollectives("mst_drift")
@@ -125,7 +127,7 @@ class SparseTraining:
         seed = self.experiment.training.seed if mst.seed is None else mst.seed
         self.units = LiveUnits(engine, seed)
         elements = everyone.agree(lambda: self._granularity(list(targets), seed))
-        device = self.store.weight(0).device if self.store.slices else engine.device
+        device = self.store.device if self.store.slices else engine.device
         self.state = MaskState(
             masks=MaskSet(LayerMask(shard, device) for shard in self.store.slices),
             exchange=zero_shards.exchanges_of(self.store.parameters, groups, engine.device, named),
@@ -139,20 +141,23 @@ class SparseTraining:
             numels=stages.joined({s.name: s.numel for s in self.store.slices}),
         )
         shapes = stages.joined({s.name: elements.grid_shape(s.shape) for s in self.store.slices})
-        self.topology = Topology(
+        compact = isinstance(self.store, zero_shards.CompactStore)
+        self.topology = (CompactTopology if compact else Topology)(
             engine, topology, self.state, self.store,
             elements=elements, shapes=shapes, distribution=mst.sparsity.distribution, revival=self.units,
             criteria=AsStored() if self.functions is None else self.functions, plan_revival=self._plan_revival,
         )  # fmt: skip
-        self.masking = Masking(
+        self.masking = (CompactMasking if compact else Masking)(
             engine, self.state, self.store, self.topology, initial=mst.sparsity.initial, given=self._read_given()
         )
+        same_layers = Exchange(groups.same_layers, engine.device, of_checks)
+        self.drift = DriftChecks(engine, self.state, same_layers, topology.check_every)
+        if isinstance(self.topology, CompactTopology):  # nothing inactive is in memory, so nothing can be moved
+            return [self.masking, self.topology, CompactCompute(engine, self.state, self.topology), self.drift]
         self.compute = SparseCompute(
             engine, self.state, self.store, self.topology, local=local, targets=targets,
             backend=mst.compute.backend, functions=self.functions is not None, channels=isinstance(elements, Channels),
         )  # fmt: skip
-        same_layers = Exchange(groups.same_layers, engine.device, of_checks)
-        self.drift = DriftChecks(engine, self.state, same_layers, topology.check_every)
         checks = WeightChecks(engine, self.store, self.topology, self.drift)
         return [self.masking, checks, self.topology, self.compute, self.drift]
 
@@ -175,14 +180,14 @@ class SparseTraining:
         masks, elements = self.state.masks, self.topology.elements
         full = full_after(under_way, self.state, self.topology.shapes)
         masked = {mask.name: mask.active / mask.numel for mask in masks if not mask.dense}
-        born = None
+        active = None
         if isinstance(elements, Channels):
             sparsity = self.schedule.at(under_way.step).sparsity
 
-            def born(units: Units) -> torch.Tensor:
-                return elements.alive(units, sparsity)
+            def active(units: Units) -> torch.Tensor:
+                return elements.active(units, sparsity)
 
-        self.units.plan_waking(under_way.step, full, masked, born)
+        self.units.plan_revival(under_way.step, full, masked, active)
 
     def begin(self) -> None:
         """Start all components, after every check has passed, and say in one line what was chosen."""
@@ -341,7 +346,19 @@ class SparseTraining:
             attended = self.pattern if self.attended else Pattern("dense")
             module = self.engine.module
             model_config.save(checkpoint, module, method=self.method, step=self.step, pattern=attended)
-        return mask_files.save(checkpoint, self.state, self.step, self.dead_units()) if self.masks_weights else {}
+        if not self.masks_weights:
+            return {}
+        if indexes := zero_shards.indexes_of(self.engine.module):
+            first = self.engine.global_rank == 0
+            self.state.everyone.agree(lambda: compact_files.save(checkpoint, indexes) if first else None)
+        return mask_files.save(checkpoint, self.state, self.step, self.dead_units())
+
+    def loading(self, checkpoint: Path) -> Callable[[], None]:
+        """Give compact layers the index of a checkpoint whose weights come next; return what undoes it."""
+        topology = self.topology if self.masks_weights else None
+        if not isinstance(topology, CompactTopology):
+            return lambda: None
+        return self.state.everyone.agree(lambda: topology.take_index(checkpoint))
 
     def loaded(self, checkpoint: Path, state: dict[str, Any] | None) -> None:
         """Weights and states are loaded; `state` is what `saving` returned then, None if the checkpoint has none."""

@@ -39,7 +39,7 @@ class Granularity(Protocol):
         """Weights along a side of an element."""
 
     @property
-    def words(self) -> str:
+    def suffix(self) -> str:
         """Describe it in the run's first log line."""
 
     def grid_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
@@ -70,7 +70,7 @@ class Revival(Protocol):
     def starting(self, name: str) -> Tensor:
         """Return the places of these weights in this rank's slice."""
 
-    def wake(self, name: str) -> None:
+    def revive(self, name: str) -> None:
         """Write the new weights into this rank's slice."""
 
     def finish(self, updated: bool) -> None:
@@ -100,7 +100,7 @@ class Topology(Component):
         engine: Any,
         config: TopologyConfig,
         state: MaskState,
-        store: zero_shards.Shards,
+        store: zero_shards.Store,
         *,
         elements: Granularity,
         shapes: Mapping[str, Sequence[int]],
@@ -248,7 +248,7 @@ class Topology(Component):
                     self._start_grown(i, change, under_way.gradients[i], usual[i])
                 if config.reset_momentum and becomes_dense and "exp_avg" in states[i]:
                     states[i]["exp_avg"].zero_()
-            self.revival.wake(change.name)
+            self.revival.revive(change.name)
         return [found[i] for i in here]
 
     def _layer(self, under_way: TopologyStep, i: int, momentum: Tensor | None) -> Layer:

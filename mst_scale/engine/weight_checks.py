@@ -59,7 +59,7 @@ def on_all_stages(state: MaskState, check: Callable[[], None]) -> None:
 class WeightChecks(Component):
     """Counts inactive weights that are not 0 on this rank."""
 
-    def __init__(self, engine: Any, store: zero_shards.Shards, topology: Topology, drift: DriftChecks):
+    def __init__(self, engine: Any, store: zero_shards.Store, topology: Topology, drift: DriftChecks):
         self.engine, self.store, self.topology, self.drift = engine, store, topology, drift
         self.state, self.same_layers = drift.state, drift.same_layers
         self.left = FIRST  # updates to be checked yet

@@ -104,7 +104,7 @@ class WeightFunctions(Component):
             reason = function.unsupported_reason(shape, self.targets[name].device.type, self.targets[name].dtype)
             if reason is not None:
                 raise UserError(f"method {self.method}: {name}: {reason}")
-        zero_shards.refuse_unoptimized(engine, self.targets)
+        zero_shards.check_optimized(engine, self.targets)
         self.shards = zero_shards.shards_of(engine, self.targets)
         groups = zero_shards.groups_of(engine)
         self.zero, self.replicas = Exchange(groups.zero, engine.device), groups.replicas

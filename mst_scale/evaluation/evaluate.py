@@ -1,16 +1,16 @@
 """Evaluates a model task by task, after training or during it.
 
-Each finished task is written to `eval.json.unfinished`, at once and atomically; when all are done that becomes
-`eval.json`. So an evaluation that is killed loses one task at most, and the same command continues: a task's result is
-reused if model, settings and documents are the same (by their digests). Results of another checkpoint or with other
-settings are kept next to it, in `eval.<key>.json`, where the same evaluation finds them again. `eval.json`:
+Each finished task is written atomically to `eval.json.unfinished`, which becomes `eval.json` when all tasks are done.
+An evaluation that is killed therefore loses at most one task, and running the same command again completes it: the
+result of a task is reused if model, settings and documents are the same (by their digests). Results of another
+checkpoint or with other settings are kept in `eval.<key>.json`, where the same evaluation finds them. `eval.json`:
 
     {"model", "parameters", "step", "digest", "tokenizer", "settings": {"context", "stride", "shots", "detokenised"},
      "tasks": {NAME: {"metrics": {…}, "documents": how many, "source", "digest", "seconds"}},
      "versions": {"mst_scale", "torch", "lm_eval"}}
 
-An infinite perplexity is null there. While a model trains, its digest is null: nothing is reused, and only the latest
-result is kept (metrics.jsonl has them all).
+An infinite perplexity is null. The digest of a model that is being trained is null: no result is reused, and only the
+latest one is kept (metrics.jsonl has all of them).
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def evaluate(
     *,
     out: Path | None = None,
     ranks: Ranks | None = None,
-    say: Callable[[str], None] = logger.info,
+    log: Callable[[str], None] = logger.info,
 ) -> Result:
     """Evaluate a model on all tasks.
 
@@ -95,7 +95,7 @@ def evaluate(
         settings: How to evaluate.
         out: The file of results, which rank 0 writes.
         ranks: The processes that share the work. A collective: every rank calls it.
-        say: Is called with a line for each task.
+        log: Called with one line for each task.
 
     Returns:
         The result, the same on every rank.
@@ -133,7 +133,7 @@ def evaluate(
         found = docs[task.name]
         if task.name in before and before[task.name]["digest"] == found.digest:
             result["tasks"][task.name] = before[task.name]
-            say(f"{task.name}: was evaluated before")
+            log(f"{task.name}: was evaluated before")
             continue
         start = time.monotonic()
         metrics = harness.evaluate_task(
@@ -146,13 +146,13 @@ def evaluate(
             "digest": found.digest,
             "seconds": round(time.monotonic() - start, 2),
         }
-        say(f"{task.name}: " + ", ".join(f"{key} {value:.4g}" for key, value in metrics.items()))
+        log(f"{task.name}: " + ", ".join(f"{key} {value:.4g}" for key, value in metrics.items()))
         if out is not None and first:
             store.write_atomically(_partial_of(out), as_json(result, indent=2) + "\n")
     for name, entry in before.items():  # tasks of an earlier evaluation of the same model stay
         result["tasks"].setdefault(name, entry)
     if out is not None and first:
-        _keep_another(out, result, say)
+        _keep_other_results(out, result, log)
         store.write_atomically(out, as_json(result, indent=2) + "\n")
         _partial_of(out).unlink(missing_ok=True)
     return result
@@ -163,7 +163,7 @@ def _partial_of(out: Path) -> Path:
 
 
 def _finished(out: Path, wanted: Result) -> dict[str, Any]:
-    """The tasks that are finished already, of the same model with the same settings."""
+    """Return the results of finished tasks of the same model with the same settings."""
     tasks: dict[str, Any] = {}
     if wanted["digest"] is None:
         return tasks
@@ -174,15 +174,15 @@ def _finished(out: Path, wanted: Result) -> dict[str, Any]:
     return tasks
 
 
-def _keep_another(out: Path, result: Result, say: Callable[[str], None]) -> None:
-    """Keep results at `out` of another model or with other settings when `result` takes their place."""
+def _keep_other_results(out: Path, result: Result, log: Callable[[str], None]) -> None:
+    """Move results of another model or with other settings, so that `result` does not overwrite them."""
     found = _read(out)
     if found is None or _key(found) == _key(result) or found["digest"] is result["digest"] is None:
         return
     kept = _kept_of(out, found)
     os.replace(out, kept)
     step, stride = found["step"], found["settings"].get("stride")
-    say(f"the earlier results ({'' if step is None else f'step {step}, '}stride {stride}) are kept in {kept.name}")
+    log(f"the earlier results ({'' if step is None else f'step {step}, '}stride {stride}) are kept in {kept.name}")
 
 
 def _kept_of(out: Path, result: Result) -> Path:
@@ -190,12 +190,12 @@ def _kept_of(out: Path, result: Result) -> Path:
 
 
 def _key(result: Result) -> str:
-    """What results in one file must have in common."""
+    """Return the values that all results in one file have in common."""
     return json.dumps([result[name] for name in ("digest", "step", "tokenizer", "settings")], sort_keys=True)
 
 
 def _read(path: Path) -> Result | None:
-    """The results in a file; None if it holds none: it is then overwritten."""
+    """Return the results in a file; None if it has none and can be overwritten."""
     try:
         found = json.loads(path.read_text())
         _key(found)
@@ -228,7 +228,7 @@ class TasksDuringTraining:
         self.tasks = choose(training.eval_tasks or "")
         made_with = tokenizer_of(experiment)
         if made_with is None:
-            raise UserError("training.eval_tasks: the corpus does not say which tokenizer made it (data.tokenizer)")
+            raise UserError("training.eval_tasks: the tokenizer of the corpus is not known: set data.tokenizer")
         self.text = our_text(made_with.name, self.config.vocab_size)
 
     def read(self) -> None:
@@ -259,7 +259,7 @@ class TasksDuringTraining:
                     self.settings,
                     out=self.out / FILE,
                     ranks=self.ranks,
-                    say=lambda _: None,
+                    log=lambda _: None,
                 )
         finally:
             engine.train()

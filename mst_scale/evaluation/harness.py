@@ -197,9 +197,8 @@ def _model_class(harness: dict[str, Any]) -> type:
             for (_, text), context, continuation in requests:
                 if len(continuation) > self.scorer.context:
                     raise UserError(f"an answer of {len(continuation)} tokens does not fit the context: {text[:40]!r}")
-                ids = [*context, *continuation][
-                    -self.scorer.context - 1 :
-                ]  # a text that is too long loses its beginning
+                whole = [*context, *continuation]
+                ids = whole[-self.scorer.context - 1 :]  # a text that is too long is truncated at its beginning
                 work.append(Window(ids, len(continuation)))
             answers = []
             for score in self.scorer.score(work):
@@ -209,7 +208,7 @@ def _model_class(harness: dict[str, Any]) -> type:
             return answers
 
         def loglikelihood_rolling(self, requests: Any, disable_tqdm: bool = True) -> list[_Rolling]:
-            """Each text on its own. Its first token is not scored: nothing stands before it."""
+            """Score each text separately. Its first token is not scored, because it has no context."""
             cut = [windows(self.tok_encode(request.args[0]), self.scorer.context, self.stride) for request in requests]
             scores = iter(self.scorer.score([window for windows_ in cut for window in windows_]))
             found = []
@@ -221,7 +220,7 @@ def _model_class(harness: dict[str, Any]) -> type:
             return found
 
         def generate_until(self, requests: Any, disable_tqdm: bool = True) -> list[str]:
-            raise NotImplementedError("none of the tasks generates text")
+            raise NotImplementedError("no task generates text")
 
     return HarnessModel
 
@@ -266,7 +265,7 @@ def _last_word(task: Task) -> dict[str, Any]:
 
 
 def _split(doc: Doc) -> tuple[str, str]:
-    """A passage before its last word, and that word."""
+    """Return a passage before its last word, and that word."""
     before, _, word = doc["text"].strip().rpartition(" ")
     return before, word
 
@@ -322,7 +321,7 @@ def _per_word(pairs: Sequence[tuple[float, int]]) -> float:
 
 
 def _exp(value: float) -> float:
-    """exp(x), or infinity above 709, where float64 overflows: a model that is certain of a wrong answer."""
+    """Return exp(x), or infinity where float64 overflows (if a model is certain of a wrong answer)."""
     try:
         return math.exp(value)
     except OverflowError:

@@ -1,8 +1,11 @@
-"""Opens the model that a name means, and the tokenizer that belongs to it:
+"""Opens a model by name, with its tokenizer.
 
-the folder of a run or a checkpoint   our GPT, or the transformers model that Trainer, Accelerate or a user's loop has
+A name is one of:
+
+the folder of a run or a checkpoint   our GPT, or the transformers model that Trainer, Accelerate or a custom loop has
                                       trained; its fp32 weights are read from the checkpoint
-a folder with transformers' config.json, for instance of `mst export`
+a compact file, or its folder         our GPT, from `mst export --compact`
+a folder with transformers' config.json, such as the output of `mst export`
 a name on the Hugging Face hub        `gpt2` is OpenAI's checkpoint
 """
 
@@ -20,6 +23,8 @@ import torch
 
 from mst_scale.checkpoints import model_config, store
 from mst_scale.comm import logger
+from mst_scale.compact_files.layout import file_of, is_compact
+from mst_scale.compact_files.weights import load_model, open_weights
 from mst_scale.data.tokenizer import chosen, is_missing, load_tokenizer, trained_with
 from mst_scale.errors import UserError
 from mst_scale.hugging_face.sources import (
@@ -39,11 +44,11 @@ Logits = Callable[[torch.Tensor], torch.Tensor]
 
 @dataclass(frozen=True)
 class Model:
-    """What an evaluation needs to know of a model.
+    """A model to evaluate.
 
     Attributes:
-        folder: Where its results belong: the run's folder or the model's.
-        digest: Of the files that the model was read from, to distinguish its results; None while it trains.
+        folder: The folder for its results: that of the run or of the model.
+        digest: The digest of the files of the model, which identifies its results; None during training.
     """
 
     name: str
@@ -82,6 +87,8 @@ def open_model(
         OSError: if the hub cannot be reached.
     """
     path = Path(name)
+    if is_compact(path):
+        return _compact(path, tokenizer, device)
     if is_transformers(path) and not (path / "latest").is_file():  # of Trainer's checkpoint-N the fp32 masters are read
         return _pretrained(name, path, tokenizer, device)
     if on_hub(name):
@@ -91,17 +98,17 @@ def open_model(
     try:
         store.locate(path)
     except UserError as error:
-        raise UserError(f"{error}; nor is it a model of transformers (no config.json with a model_type)") from None
+        raise UserError(f"{error}, and it is not a transformers model (no config.json with a model_type)") from None
     if (found := find_transformers(path, config)) is not None:
         return _trained_with_transformers(path, open_transformers(*found), tokenizer, device)
     return _ours(path, open_source(path, config), tokenizer, device)
 
 
 def on_hub(name: str) -> bool:
-    """Whether a model must be on the hub, because nothing here has its name.
+    """Return whether a name refers to a model on the hub, because there is no such path.
 
     Raises:
-        UserError: if the name is spelled like a path and nothing is there.
+        UserError: if the name looks like a path that does not exist.
     """
     if Path(name).exists():
         return False
@@ -111,7 +118,7 @@ def on_hub(name: str) -> bool:
 
 
 def is_transformers(folder: Path) -> bool:
-    """Whether a folder's config.json is one of transformers."""
+    """Return whether a folder has a config.json of transformers."""
     return model_config.is_transformers(folder / "config.json")
 
 
@@ -120,8 +127,8 @@ def our_text(name: str, vocab_size: int) -> Text:
     found = load_tokenizer(name)
     if found.vocab_size > vocab_size:
         raise UserError(
-            f"tokenizer {name!r} has {found.vocab_size} ids, but the model only {vocab_size}: name the one that it was "
-            "trained with (--tokenizer)"
+            f"tokenizer {name!r} has {found.vocab_size} ids, but the model only {vocab_size}: use --tokenizer with the "
+            "one that it was trained with"
         )
     return Text(name, found.encode, found.end_of_text)
 
@@ -129,13 +136,26 @@ def our_text(name: str, vocab_size: int) -> Text:
 def _ours(path: Path, source: Source, tokenizer: str | None, device: torch.device) -> tuple[Model, Text]:
     named = chosen(tokenizer, tokenizer_of(source.experiment), str(path))
     if named is None:
-        raise UserError(f"{path} does not say which tokenizer made its corpus: name it with --tokenizer")
+        raise UserError(f"the tokenizer of {path} is not known: name it with --tokenizer")
     if is_missing(named.name):
-        raise UserError(f"{path}: its tokenizer {named.name} is missing: name the file where it is now (--tokenizer)")
+        raise UserError(f"{path}: its tokenizer {named.name} is missing: give its new path with --tokenizer")
     config = source.experiment.model
     text = our_text(named.name, config.vocab_size)
     model = source.model().to(device)
     return _of_checkpoint(path, source, model, (model, config.seq_length, config.vocab_size)), text
+
+
+def _compact(path: Path, tokenizer: str | None, device: torch.device) -> tuple[Model, Text]:
+    weights = open_weights(path)
+    named = chosen(tokenizer, weights.tokenizer, str(path))
+    if named is None or is_missing(named.name):
+        raise UserError(f"{path} does not name a tokenizer that is here: name it with --tokenizer")
+    config, file = weights.config, file_of(path)
+    text = our_text(named.name, config.vocab_size)
+    model = load_model(weights).to(device)
+    folder, digest = file.parent, store.file_digest(file)
+    context, size = config.seq_length, config.vocab_size
+    return Model(str(path), weights.step, folder, digest, model, context, size, device, _count(model)), text
 
 
 def _trained_with_transformers(
@@ -177,18 +197,18 @@ def _pretrained(name: str, folder: Path | None, tokenizer: str | None, device: t
     except Exception as error:
         if folder is None:
             raise OSError(
-                f"model {name!r} is no folder here, and cannot be downloaded from the hub ({type(error).__name__}: "
+                f"model {name!r} is not a folder, and cannot be downloaded from the hub ({type(error).__name__}: "
                 f"{first_line(error)})"
             ) from None
         if isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno is not None):
-            raise  # the machine's failure, not the folder's content
+            raise  # the machine failed; the content of the folder is not the cause
         raise UserError(
             f"{name} is not a causal language model that transformers can load: {first_line(error)}"
         ) from None
     if trained := about.get("attention"):
         pattern = Pattern(**trained)
         if reason := attach(model, pattern):
-            raise UserError(f"{name} was trained with {pattern} attention, but here it stays dense: {reason}")
+            raise UserError(f"{name} was trained with {pattern} attention, which cannot be applied here: {reason}")
         logger.info("%s uses the attention pattern that it was trained with: %s", name, pattern)
     size, context = model.config.vocab_size, _context_of(name, model.config)
     text = _text_of(name, tokenizer, about, size)
@@ -204,13 +224,17 @@ def _count(model: torch.nn.Module) -> int:
 def _context_of(name: str, config: Any) -> int:
     context = getattr(config, "n_positions", None) or getattr(config, "max_position_embeddings", None)
     if not context:
-        raise UserError(f"{name}: its config.json does not say how long a text may be (max_position_embeddings)")
+        raise UserError(f"{name}: its config.json has no context length (max_position_embeddings)")
     return int(context)
 
 
 @torch.no_grad()
 def _causal_logits(name: str, model: Any, device: torch.device) -> Logits:
-    """The logits of a transformers model; an error for a BERT, which would see the tokens that it is to predict."""
+    """Return a function that computes the logits of a transformers model.
+
+    Raises:
+        UserError: if attention is not causal (as in BERT), because the model would see the tokens to predict.
+    """
 
     def logits(ids: torch.Tensor) -> torch.Tensor:
         result: torch.Tensor = model(ids).logits
@@ -218,12 +242,12 @@ def _causal_logits(name: str, model: Any, device: torch.device) -> Logits:
 
     first = logits(torch.tensor([[0, 1], [0, 2]], device=device))[:, 0].float()
     if (first[0] - first[1]).abs().max() > 1e-4 * first.abs().max():  # rounding is far below, a second token far above
-        raise UserError(f"{name} also sees the tokens after a position (as a BERT does): it predicts no next token")
+        raise UserError(f"{name} attends to later tokens, as BERT does, so it does not predict the next token")
     return logits
 
 
 def _text_of(name: str, tokenizer: str | None, about: dict[str, Any], vocab_size: int) -> Text:
-    """The tokenizer asked for, or that of the export (`about`), or, if that is not available, the files'."""
+    """Return the requested tokenizer, or that of the export (`about`), or if it is not available, that of the files."""
     before = trained_with(about["tokenizer"], about.get("tokenizer_identity")) if about.get("tokenizer") else None
     named = chosen(tokenizer, before, name)
     if named is not None and (tokenizer is not None or not is_missing(named.name)):
@@ -239,12 +263,13 @@ def _text_of(name: str, tokenizer: str | None, about: dict[str, Any], vocab_size
 
 
 def _their_text(name: str, vocab_size: int) -> Text:
-    """The tokenizer that transformers finds next to the model."""
+    """Return the tokenizer that transformers finds next to the model."""
     from transformers import AutoTokenizer
 
     try:
         found = AutoTokenizer.from_pretrained(name)
-        problem = "" if found("a", add_special_tokens=False)["input_ids"] else "it makes no tokens"  # files are missing
+        # without its files, a tokenizer may produce no tokens
+        problem = "" if found("a", add_special_tokens=False)["input_ids"] else "it produces no tokens"
     except Exception as error:
         problem = type(error).__name__
     if problem:
@@ -260,7 +285,7 @@ def _their_text(name: str, vocab_size: int) -> Text:
 
 
 def _digest(folder: Path) -> str:
-    """A digest of names, sizes and times of a model's files; their content may be gigabytes."""
+    """Return a digest of names, sizes and times of a model's files; their content may be gigabytes."""
     files = sorted(p for p in folder.iterdir() if p.suffix in (".safetensors", ".bin") or p.name == "config.json")
     facts = [(p.name, p.stat().st_size, p.stat().st_mtime_ns) for p in files]
     return hashlib.sha256(json.dumps(facts).encode()).hexdigest()

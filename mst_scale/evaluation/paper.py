@@ -1,9 +1,9 @@
-"""Holds the paper's results, and formats a model's results next to them.
+"""Contains the paper's results, and formats a model's results next to them.
 
-GPT-2 small on OpenWebText, mean of 4 seeds (Dense to MST), and OpenAI's checkpoint (its appendix; no few-shot tasks
-there). The paper does not say how it computed its figures. OpenAI's WikiText-2 figure is below what the GPT-2 paper
-gives per word, and its LAMBADA accuracy above: so they are taken to be per token, with overlapping windows; figures per
-word stand below.
+The results are of GPT-2 small on OpenWebText, mean of 4 seeds (Dense to MST), and of OpenAI's checkpoint (in the
+appendix, without few-shot tasks). The paper does not say how its figures were computed. For OpenAI's checkpoint, its
+WikiText-2 perplexity is lower and its LAMBADA accuracy higher than in the GPT-2 paper, which is per word. We therefore
+assume that the figures are per token, with overlapping windows; our figures per word are in a separate row.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ PAPER: dict[str, tuple[float | None, ...]] = {
 CONTEXT = 1024
 VOCABULARY = range(50_257, 50_305)  # GPT-2's ids, and a padded vocabulary
 SIZES = (124_318_464, 30_308_736)  # GPT-2 small without biases and norms, and the paper's Tiny: 12·n·d² + (V + 1024)·d
-NEAR = 0.02  # biases, norms and the padding of a vocabulary
+NEAR = 0.02  # relative; allows for biases, norms and the padding of a vocabulary
 # (task, metric, factor) of each column
 PER_TOKEN = (
     ("lambada", "token_acc", 100), ("lambada", "token_perplexity", 1), ("wikitext2", "token_perplexity", 1),
@@ -38,10 +38,10 @@ PER_WORD = (
 
 
 def comparable(context: int, vocab_size: int, parameters: int) -> bool:
-    """Whether a model has the context, the vocabulary and the size of one in the paper's table.
+    """Return whether a model has the context, the vocabulary and the size of one in the paper's table.
 
-    Perplexities per token depend on the vocabulary, and all metrics on context and size, so the paper's rows mean
-    nothing next to another model.
+    Perplexities per token depend on the vocabulary, and all metrics depend on context and size, so the paper's rows
+    cannot be compared with other models.
     """
     sized = any(abs(parameters / size - 1) <= NEAR for size in SIZES)
     return context == CONTEXT and vocab_size in VOCABULARY and sized
@@ -50,7 +50,7 @@ def comparable(context: int, vocab_size: int, parameters: int) -> bool:
 def rows(
     tasks: dict[str, Any], name: str = "this model", paper: Mapping[str, tuple[float | None, ...]] = PAPER
 ) -> dict[str, list[float | None]]:
-    """Return the paper's rows and ours by name, given the tasks of an eval.json; None if there is no value."""
+    """Return the paper's rows and ours by name, given the tasks of an eval.json; missing values are None."""
     ours = {f"{name}, per token": _row(tasks, PER_TOKEN)}
     word = _row(tasks, PER_WORD)
     if any(value is not None for value in word):
@@ -67,9 +67,9 @@ def _row(tasks: dict[str, Any], columns: tuple[Any, ...]) -> list[float | None]:
     return values
 
 
-def table(tasks: dict[str, Any], name: str = "this model", *, beside_paper: bool = True) -> str:
-    """Format aligned columns, with the paper's rows above ours or without them; – means no value."""
-    found = rows(tasks, name, PAPER if beside_paper else {})
+def table(tasks: dict[str, Any], name: str = "this model", *, with_paper: bool = True) -> str:
+    """Format aligned columns, with the paper's rows above ours if `with_paper`; – marks a missing value."""
+    found = rows(tasks, name, PAPER if with_paper else {})
     keep = [i for i in range(len(COLUMNS)) if any(row[i] is not None for key, row in found.items() if key not in PAPER)]
     lines = [["", *(COLUMNS[i] for i in keep)]]
     lines += [[key, *("–" if row[i] is None else _number(row[i]) for i in keep)] for key, row in found.items()]

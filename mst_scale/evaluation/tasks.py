@@ -1,11 +1,11 @@
-"""Lists the tasks that the paper evaluates on, and reads their documents.
+"""Defines the tasks that the paper evaluates on, and reads their documents.
 
     lambada                     the last word of a passage                        accuracy, perplexity
     wikitext2 ptb wikitext103   the test text as one sequence                     perplexity per token and per word
     1bw
-    rte mrpc                    do two sentences follow, mean the same?           few-shot accuracy
+    rte mrpc                    entailment, paraphrase of two sentences           few-shot accuracy
 
-From the hub, or from a folder of files (`--data-dir`), named after the task:
+Documents are read from the hub, or from files in a folder (`--data-dir`), named after the task:
 
     lambada.jsonl               {"text": "…"} per line; or lambada.txt, a passage per line
     wikitext2.txt               the text as it stands; or wikitext2.jsonl, {"text": "…"} per line, joined by empty lines
@@ -31,7 +31,7 @@ Doc = dict[str, Any]
 
 @dataclass(frozen=True)
 class Task:
-    """A task. `fields` are what a document must hold, `hub` the arguments of datasets.load_dataset."""
+    """A task. `fields` are the required fields of a document, `hub` the arguments of datasets.load_dataset."""
 
     name: str
     title: str
@@ -47,7 +47,7 @@ class Task:
 TEXT: dict[str, type] = {"text": str}
 PAIR: dict[str, type] = {"sentence1": str, "sentence2": str, "label": int}
 GLUE = "nyu-mll/glue"
-# Data sets that are scripts on the hub are read from the parquet files that the hub made of them.
+# Data sets that are scripts on the hub are read from the parquet files that the hub has converted them to.
 PARQUET = "refs/convert/parquet"
 TASKS = {
     task.name: task
@@ -95,7 +95,7 @@ def choose(names: str | Iterable[str]) -> list[Task]:
     if wanted == ["all"]:
         return list(TASKS.values())
     if not wanted:
-        raise UserError(f"no task is named: choose among {', '.join(TASKS)}, or all")
+        raise UserError(f"no task is given: choose from {', '.join(TASKS)}, or all")
     for name in wanted:
         if name not in TASKS:
             near = difflib.get_close_matches(name.lower(), TASKS, n=1, cutoff=0.0)[0]
@@ -113,7 +113,7 @@ def documents(task: Task, folder: Path | None, shots: int) -> Documents:
     needs_train = task.kind == "choice" and shots > 0
     found = _from_folder(task, folder, needs_train) if folder is not None else _from_hub(task, needs_train)
     if not found.test:
-        raise UserError(f"{found.source} holds no document")
+        raise UserError(f"{found.source} contains no document")
     if needs_train and len(found.train) < shots:
         raise UserError(f"{task.name}: {shots} examples are needed, but there are {len(found.train)}: lower --shots")
     return found
@@ -121,11 +121,11 @@ def documents(task: Task, folder: Path | None, shots: int) -> Documents:
 
 def _from_folder(task: Task, folder: Path, needs_train: bool) -> Documents:
     if not folder.is_dir():
-        raise UserError(f"there is no folder {folder}: --data-dir holds the tasks' files (mst eval --help)")
+        raise UserError(f"there is no folder {folder}: --data-dir must contain the tasks' files (mst eval --help)")
     path = next((p for p in _candidates(task, folder) if p.is_file()), None)
     if path is None:
         names = " or ".join(p.name for p in _candidates(task, folder))
-        raise UserError(f"{folder} has no {names} for task {task.name!r} (mst eval --help says what it holds)")
+        raise UserError(f"{folder} has no {names} for task {task.name!r} (mst eval --help describes the format)")
     if path.suffix == ".txt":
         text = _text(path)
         lines = [line for line in text.split("\n") if line.strip()]
@@ -139,7 +139,7 @@ def _from_folder(task: Task, folder: Path, needs_train: bool) -> Documents:
     if needs_train:
         examples = folder / f"{task.name}.train.jsonl"
         if not examples.is_file():
-            raise UserError(f"{folder} has no {examples.name}, the examples for few-shot prompts: or use --shots 0")
+            raise UserError(f"{folder} has no {examples.name} with examples for few-shot prompts: add it, or --shots 0")
         train = _read_lines(examples, task.fields)
         _check(task, train, examples)
     return Documents([row for row in rows if row.get("text", "x").strip()], train, str(path))
@@ -158,7 +158,7 @@ def _text(path: Path) -> str:
 
 
 def _read_lines(path: Path, fields: Mapping[str, type]) -> list[Doc]:
-    """The objects of a .jsonl file, with these fields; an error names the line."""
+    """Return the objects of a .jsonl file, with these fields only; errors name the line."""
     rows = []
     for number, line in enumerate(_text(path).split("\n"), start=1):
         if not line.strip():
@@ -179,7 +179,7 @@ def _read_lines(path: Path, fields: Mapping[str, type]) -> list[Doc]:
 def _check(task: Task, rows: list[Doc], path: Path) -> None:
     for number, row in enumerate(rows, start=1):
         if task.kind == "choice" and row["label"] not in range(len(task.choices)):
-            raise UserError(f"{path}: document {number} has label {row['label']}; there are 0 and 1")
+            raise UserError(f"{path}: document {number} has label {row['label']}; labels must be 0 or 1")
         if task.kind == "last word" and len(row["text"].split()) < 2:
             raise UserError(f"{path}: document {number} has no word before its last: {row['text'][:40]!r}")
 
@@ -193,7 +193,7 @@ def _from_hub(task: Task, needs_train: bool) -> Documents:
     except Exception as error:  # no network, a proxy's page, a data set that was moved: each has its own class
         raise OSError(
             f"data set {task.hub['path']} of task {task.name!r} cannot be downloaded ({type(error).__name__}): put "
-            f"{' or '.join(p.name for p in _candidates(task, Path()))} into a folder and name it with --data-dir"
+            f"{' or '.join(p.name for p in _candidates(task, Path()))} into a folder and pass it as --data-dir"
         ) from None
     if task.kind == "text":
         return Documents([{"text": "\n\n".join(test[task.column])}], [], task.hub["path"])

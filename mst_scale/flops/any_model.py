@@ -1,10 +1,10 @@
-"""Adds up the FLOPs of training any `nn.Module`, by the shapes that its matrices and its attention see.
+"""Counts the FLOPs of training any `nn.Module` from the shapes of its inputs.
 
-`ledger` knows our models by their config. For another model, the first training forward tells how many rows each matrix
-multiplies per token of the input, and every later one the number of tokens. Formulas and accountings are those of
-`flops`. Attention is counted if it is ours or uses transformers' attention interface. The head of our models may be a
-product without a module (a tied one's weight is the embedding's), so it is counted by the output of their last norm.
-Convolutions are not counted.
+`ledger` counts our models from their config. For other models, the first training forward shows the number of rows that
+each matrix multiplies per token of the input, and every later one shows the number of tokens. Formulas and accountings
+are those of `formulas`. Attention is counted if it is ours or uses transformers' attention interface. The head of our
+models may be a product without a module (a tied head uses the embedding's weight), so it is counted by the output of
+the last norm. Convolutions are not counted.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from mst_scale.zero_shards import TABLES, cut_of, named_parameters, shape_of
 
 @dataclass
 class Product:
-    """A matrix, as the first training forward uses it."""
+    """A matrix, as used in the first training forward."""
 
     name: str
     outputs: int = 0
     inputs: int = 0
-    rows: float = 0.0  # that it multiplies per token of the model's input
+    rows: float = 0.0  # number of rows that it multiplies per token of the model's input
 
     @property
     def flops(self) -> float:
@@ -44,14 +44,15 @@ class Product:
 
 
 class ModelLedger:
-    """Follows a model's training forwards on this rank; `add` ends a step."""
+    """Counts the FLOPs of a model's training forwards on this rank; `add` ends a step."""
 
     def __init__(self, model: nn.Module, optimizer: float = 0.0, parts: int = 1):
         """Register hooks on the model.
 
         Args:
+            model: the model.
             optimizer: this rank's part of the FLOPs that the optimizer adds to every step.
-            parts: the number of parts of a sequence, of which a forward on this rank has one.
+            parts: the number of ranks over which sequences are split.
         """
         self.optimizer, self.parts = optimizer, parts
         self.attention = [found for layer in model.modules() if (found := _attention(layer)) is not None]
@@ -88,25 +89,25 @@ class ModelLedger:
             self.inputs.append((tokens, length * self.parts))
 
     def _measure(self, product: Product) -> Any:
-        def look(module: Any, args: tuple[Any, ...], output: Any) -> None:
-            if self.training and torch.is_tensor(output):  # recomputation comes after the forward
+        def hook(module: Any, args: tuple[Any, ...], output: Any) -> None:
+            if self.training and torch.is_tensor(output):  # recomputation happens after the forward
                 cut = cut_of(module.weight)
                 sliced = output.shape[-1] == cut.local_matrix[0]
                 product.outputs = cut.matrix[0] if sliced else output.shape[-1]
                 product.inputs = math.prod(cut.shape) // product.outputs
                 product.rows += self._rows(output)
 
-        return look
+        return hook
 
     def _measure_head(self, product: Product) -> Any:
-        def look(norm: Any, args: tuple[Any, ...], output: torch.Tensor) -> None:
+        def hook(norm: Any, args: tuple[Any, ...], output: torch.Tensor) -> None:
             if self.training:
                 product.rows += self._rows(output)
 
-        return look
+        return hook
 
     def _rows(self, output: torch.Tensor) -> float:
-        """Rows per token of the input."""
+        """Return the number of rows per token of the input."""
         return output.numel() / output.shape[-1] / max(1, self.inputs[-1][0])
 
     def _end(self, model: nn.Module, args: tuple[Any, ...], output: Any) -> None:
@@ -118,9 +119,12 @@ class ModelLedger:
     def add(
         self, pattern: Pattern, densities: Mapping[str, float], gradients: Mapping[str, float] | None = None
     ) -> None:
-        """Add an optimizer step with these shares of active weights and this attention, on the forwards since the last.
+        """Add an optimizer step, which consists of the forwards since the previous one.
 
-        `gradients` is the `gradient_density` of `flops.step_flops`.
+        Args:
+            pattern: the attention pattern.
+            densities: the fraction of active weights by parameter name.
+            gradients: the `gradient_density` of `formulas.step_flops`.
         """
         inputs, self.inputs = self.inputs, []
         tokens = sum(count for count, _ in inputs)
@@ -138,7 +142,7 @@ class ModelLedger:
             self.spent[OPTIMIZER_KEY] += self.optimizer
 
     def _pairs(self, pattern: Pattern, accounting: str, tokens: int, length: int) -> float:
-        """Forward FLOPs of the two products of attention, as `flops.forward_flops` counts them."""
+        """Return the forward FLOPs of the two products of attention, counted as in `formulas.forward_flops`."""
         total = 0.0
         for width, causal in self.attention:
             half = accounting == "causal" and causal
@@ -147,7 +151,7 @@ class ModelLedger:
         return total
 
     def describe(self) -> str:
-        """Describe what is counted."""
+        """Describe which FLOPs are counted."""
         attention = f"{len(self.attention)} attention layers" if self.attention else "no known attention layer"
         optimizer = " and of Muon's Newton-Schulz" if self.optimizer else ""
         count = sum(p.rows > 0 for p in self.products.values())
@@ -156,19 +160,19 @@ class ModelLedger:
 
 
 def row(spent: Mapping[str, float]) -> dict[str, float]:
-    """Return the metrics, as `ledger.Ledger.row`, for the sums of all ranks."""
+    """Return the metrics of `ledger.Ledger.row`, from the sums of all ranks."""
     keys = [key for a in ACCOUNTINGS for key in (KEYS[a], DENSE_KEYS[a])]
     return with_reductions({key: spent[key] for key in (*keys, OPTIMIZER_KEY) if key in spent})
 
 
 def _multiplies(module: nn.Module) -> bool:
-    """Whether a module's `weight` is a matrix that multiplies each row of the input once."""
+    """Return whether a module's `weight` is a matrix that multiplies each row of the input once."""
     other = isinstance(module, (*TABLES, _ConvNd))
     return not other and sum(side > 1 for side in shape_of(module.weight)) == 2  # type: ignore[arg-type]
 
 
 def _head(module: Any) -> tuple[nn.Parameter, nn.Module] | None:
-    """(weight, norm whose output it multiplies) of the head of one of our models; None for a pipeline's stage."""
+    """Return the weight of the head of one of our models, and the norm before it; None for a pipeline stage."""
     norm = getattr(module, "ln_h", getattr(module, "ln_f", None))
     if norm is None or not hasattr(module, "head_product"):
         return None
@@ -176,7 +180,7 @@ def _head(module: Any) -> tuple[nn.Parameter, nn.Module] | None:
 
 
 def _size(inputs: Iterable[Any]) -> tuple[int, int]:
-    """(tokens, length) of a micro-batch: the first integer tensor holds tokens; else the last dimension is features."""
+    """Return (tokens, length) of a micro-batch: those of the first integer tensor, or else of the first tensor."""
     tensors = [value for value in inputs if torch.is_tensor(value) and value.dim()]
     for tensor in tensors:
         if not tensor.is_floating_point() and tensor.dtype != torch.bool:
@@ -187,7 +191,7 @@ def _size(inputs: Iterable[Any]) -> tuple[int, int]:
 
 
 def _attention(layer: Any) -> tuple[int, bool] | None:
-    """(width of all heads, whether causal) of an attention layer."""
+    """Return (width of all heads, whether causal) of an attention layer; None if the module is not one."""
     if isinstance(layer, SelfAttention):
         whole: Any = layer.proj.weight  # a rank may have some of the heads
         return shape_of(whole)[1], layer.causal

@@ -1,12 +1,12 @@
-"""Counts FLOPs that relate two runs: the run that a model has grown out of, and the run whose FLOPs another may spend.
+"""Counts FLOPs that relate two runs: those of the smaller run that a model grows from, and those of a run to match.
 
-A grown model has cost, before its first step,
+The FLOPs of a grown model before its first step are
 
-    the FLOPs of the smaller run up to the checkpoint that is grown, including what that one has grown out of
-    + the steps that train the growth: those of the larger model, dense, and the growth's own products
+    the FLOPs of the smaller run up to the checkpoint that is grown, including those before its own first step
+    + the steps that train the growth: those of the larger dense model, and the products of the growth itself
 
-A run with method `dense-short` gets as many dense steps as the FLOPs of the run `mst.like` pay for. FLOPs are those of
-the metrics, in the paper's accounting.
+A run with method `dense-short` has the number of dense steps that takes the same FLOPs as the run `mst.like`. FLOPs are
+those of the metrics, in the paper's accounting.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from mst_scale.hybrid_sparse_attention.pattern import ACCOUNTINGS
 
 @dataclass(frozen=True)
 class Before:
-    """FLOPs that were spent before the first step of a grown model, by accounting."""
+    """The FLOPs of a grown model before its first step, by accounting."""
 
     checkpoint: Path
     step: int  # of the smaller run
@@ -42,7 +42,7 @@ class Before:
 
 
 def before(experiment: Experiment, sequences: int) -> Before:
-    """Count what a run that grows out of another has cost before its first step, with this many sequences per batch."""
+    """Count the FLOPs of a run that grows from another before its first step, with `sequences` per batch."""
     assert experiment.mst.grow_from is not None
     checkpoint = store.locate(folder_of(experiment.mst.grow_from))
     step, run = _spent(checkpoint)
@@ -50,7 +50,7 @@ def before(experiment: Experiment, sequences: int) -> Before:
 
 
 def of_growth(experiment: Experiment, small: ModelConfig, sequences: int) -> dict[str, float]:
-    """Count the growth itself, by accounting, with batches as large as the run's."""
+    """Count the FLOPs of the growth itself, by accounting, with batches of `sequences`."""
     mst, model = experiment.mst, experiment.model
     assert mst.growth is not None
     own, batches = mst.growth.flops(small, model), mst.growth.steps * sequences
@@ -58,22 +58,21 @@ def of_growth(experiment: Experiment, small: ModelConfig, sequences: int) -> dic
 
 
 def _spent(checkpoint: Path) -> tuple[int, dict[str, float]]:
-    """(step, FLOPs by accounting) of the run that wrote a checkpoint."""
+    """Return (step, FLOPs by accounting) of the run that wrote a checkpoint."""
     from mst_scale.zero_shards.weight_files import untrained_of  # imports torch, which a forecast does without
 
     state = untrained_of(checkpoint)[0]
     if missing := [key for key in ("step", *KEYS.values()) if key not in state]:
         raise UserError(
-            f"{OPTION} {checkpoint} lacks {missing[0]}, without which its cost is not known: give a run of "
-            "mst_scale.pretrain"
+            f"{OPTION} {checkpoint} lacks {missing[0]}, so its FLOPs are not known: give a run of mst_scale.pretrain"
         )
     return int(state["step"]), {a: float(state[key]) for a, key in KEYS.items()}
 
 
 def shortened(experiment: Experiment, ranks: int = 1) -> Experiment:
-    """Return a `dense-short` experiment with the number of dense steps that costs as much as the run `mst.like`.
+    """Return a `dense-short` experiment with the number of dense steps that takes the same FLOPs as the run `mst.like`.
 
-    Durations of the learning rate that are stated in steps keep their share of the run. Other experiments are
+    Durations of the learning rate that are given in steps keep their fraction of the run. Other experiments are
     returned unchanged.
     """
     if experiment.mst.like is None:
@@ -81,18 +80,18 @@ def shortened(experiment: Experiment, ranks: int = 1) -> Experiment:
     path = Path(experiment.mst.like)
     like = load_of_run(path / "config.json") if path.is_dir() else load(path)
     if like.mst.like is not None:
-        raise UserError(f"{path} is a dense-short run itself: give the sparse run's config")
+        raise UserError(f"{path} is itself a dense-short run: give the config of the sparse run")
     sequences = global_batch(like.deepspeed, ranks)
     budget = like.training.steps * sequences * forecast(like, ranks=ranks).mean["paper"].total
     if like.mst.growth is not None and like.mst.grow_from is not None:
         budget += before(like, sequences).total["paper"]
     step = global_batch(experiment.deepspeed, ranks) * forecast(experiment, ranks=ranks).dense["paper"].total
     steps = max(1, round(budget / step))
-    logger.info("dense-short: %d dense steps cost as much as the %d steps of %s", steps, like.training.steps, path)
-    return replace(experiment, training=_squeezed(experiment.training, steps))
+    logger.info("dense-short: %d dense steps take the same FLOPs as %d steps of %s", steps, like.training.steps, path)
+    return replace(experiment, training=_shortened(experiment.training, steps))
 
 
-def _squeezed(training: TrainingConfig, steps: int) -> TrainingConfig:
+def _shortened(training: TrainingConfig, steps: int) -> TrainingConfig:
     def fit(duration: int | float) -> int | float:
         if isinstance(duration, float) or duration == 0:
             return duration

@@ -1,20 +1,20 @@
 """Counts the FLOPs of training on one sequence.
 
-The paper's appendix on FLOP calculation, with S_l the sparsity of a matrix of I inputs and O outputs, L the sequence
-length, Q the share of dense attention that remains:
+This follows the paper's appendix on FLOP calculation. S_l is the sparsity of a matrix with I inputs and O outputs, L
+the sequence length, and Q the fraction of dense attention that remains:
 
     matrix       (1 - S_l) · L · (2I - 1) · O          qkv, proj, ffw1, ffw2 of every layer, and the head
     scores       Q · 2 · pairs · N_embd                 q·k
     reduce       Q · 2 · pairs · N_embd                 attention · v (N_embd = heads · D_head; misprinted in the paper)
     backward     2 · forward                            so a step is 3 · forward
 
-A third of the step is the products that give the weights' gradients. If a method counts them differently, they have
-densities of their own.
+One third of a step are the products that compute the gradients of the weights, for which a method may have separate
+densities.
 
-Two accountings differ in `pairs`: "paper" counts dense attention as the full square L², "causal" as the L(L+1)/2
-pairs that a causal kernel needs. Sparse attention costs its own pairs in both. BERT attends in both directions
-and needs the square, so there the two agree. Its head (transform and decoder) computes only the masked positions,
-`model.predicted` of them in a sequence of the model's context.
+The two accountings differ in `pairs`: "paper" counts dense attention as the full square L², "causal" as the L(L+1)/2
+pairs that a causal kernel computes. In both, sparse attention counts its own pairs. BERT's attention is bidirectional,
+so both count the square. Its head (transform and decoder) computes only the masked positions, of which a sequence has
+`model.predicted`.
 
 Not counted, as in the paper: norms, GELU, softmax, biases, embedding look-ups, the optimizer (except Muon's matrix
 products), topology steps, and the recomputation of activation checkpointing.
@@ -24,8 +24,8 @@ Muon adds Newton-Schulz to an optimizer step, on each of its matrices, sparse or
     standard    5 · (4 n² m + 2 n³)      n ≤ m, the sides of the matrix: X Xᵀ, its square, and their product with X
     gram        8 n² m + 28 n³           m > n: the iteration runs on n × n, with one restart; n = m is standard
 
-These are the FLOPs of the whole job: ranks take turns, and where each repeats them (stage 0) they count once. Work that
-is linear in the weights (momentum, masks, the update itself) is not counted, for any optimizer.
+These are the FLOPs of the whole job: each matrix counts once, even if every rank computes it (stage 0). Work that is
+linear in the number of weights (momentum, masks, the update itself) is not counted, for any optimizer.
 """
 
 from __future__ import annotations
@@ -87,17 +87,17 @@ class Flops:
 
 
 class Matrix(NamedTuple):
-    """A weight that is multiplied with every token, or with a share of them."""
+    """A weight that multiplies every token, or a fraction of them."""
 
     name: str  # as in the model's `named_parameters()`
     component: str  # the field of Flops that it adds to
     inputs: int
     outputs: int
-    share: float = 1.0  # of the tokens it is multiplied with
+    share: float = 1.0  # the fraction of tokens that it multiplies
 
 
 def matrices(model: ModelConfig) -> list[Matrix]:
-    """Return every weight that a forward pass multiplies with. A tied head has its embedding's name."""
+    """Return every weight that a forward pass multiplies by. A tied head has the name of the embedding."""
     d, f = model.n_embd, model.ffw
     found = []
     for layer in range(model.n_layer):
@@ -129,10 +129,12 @@ def forward_flops(
     """Count a forward pass of one sequence.
 
     Args:
-        density: 1 - S: one number for every matrix and the head, or {parameter name: share of active weights}, where
-            parameters that are not named are dense.
+        model: the model.
+        density: 1 - S: one number for every matrix and the head, or the fraction of active weights by parameter name,
+            where parameters that are not named are dense.
         attention_share: Q in the same accounting: `Pattern.share(length, accounting, model.causal)`.
-        length: tokens of the sequence; None: the model's context.
+        accounting: "paper" or "causal".
+        length: tokens of the sequence, by default the model's context.
     """
     tokens = model.seq_length if length is None else length
     if accounting not in ACCOUNTINGS:
@@ -140,10 +142,10 @@ def forward_flops(
     weights = matrices(model)
     densities = density if isinstance(density, Mapping) else dict.fromkeys((w.name for w in weights), density)
     if unknown := densities.keys() - {w.name for w in weights}:
-        raise UserError(f"no matrix of this model is called {sorted(unknown)[0]!r}: see flops.matrices(model)")
+        raise UserError(f"this model has no matrix {sorted(unknown)[0]!r}: see flops.formulas.matrices(model)")
     for name, value in (*densities.items(), ("attention_share", attention_share)):
         if not 0.0 <= value <= 1.0:
-            raise UserError(f"{name}: {value} is not a share in [0, 1]")
+            raise UserError(f"{name} = {value} is not a fraction in [0, 1]")
 
     count = dict.fromkeys(("qkv", "proj", "ffw1", "ffw2", "head"), 0.0)
     for w in weights:
@@ -163,10 +165,15 @@ def step_flops(
     *,
     gradient_density: Mapping[str, float] | None = None,
 ) -> Flops:
-    """Count forward and backward of one sequence: 3 · forward. A step on a batch costs `batch * step_flops(…)`.
+    """Count the forward and backward passes of one sequence (3 · forward), which a batch multiplies.
 
     Args:
-        gradient_density: the density of the products that give the weights' gradients; None: that of the others.
+        model: the model.
+        density: see `forward_flops`.
+        pattern: the attention pattern.
+        accounting: "paper" or "causal".
+        length: tokens of the sequence, by default the model's context.
+        gradient_density: the density of the products that compute the gradients of the weights, by default `density`.
     """
     tokens = model.seq_length if length is None else length
     share = pattern.share(tokens, accounting, model.causal)
@@ -177,7 +184,7 @@ def step_flops(
 
 
 def dense_step_flops(model: ModelConfig, accounting: str = "paper", length: int | None = None) -> Flops:
-    """Count the same step of a dense model: every reduction is relative to it."""
+    """Count the same step of a dense model, to which all reductions are relative."""
     return step_flops(model, accounting=accounting, length=length)
 
 
@@ -185,7 +192,7 @@ def dense_step_flops(model: ModelConfig, accounting: str = "paper", length: int 
 
 
 def newton_schulz_flops(shape: Sequence[int], method: str = "gram") -> float:
-    """Count Newton-Schulz on a matrix, or on a stack of them; a convolution's filters are one matrix."""
+    """Count the Newton-Schulz iteration for a matrix or a stack of them; filters of a convolution are one matrix."""
     if len(shape) == 4:
         shape = (shape[0], shape[1] * shape[2] * shape[3])
     count = math.prod(shape[:-2])
@@ -196,7 +203,7 @@ def newton_schulz_flops(shape: Sequence[int], method: str = "gram") -> float:
 
 
 def muon_shapes(model: ModelConfig) -> dict[str, tuple[int, int]]:
-    """Return the matrices of our own models that DeepSpeed optimizes with Muon: all except those with certain names."""
+    """Return the matrices of our models that DeepSpeed optimizes with Muon: all except those in NOT_MUONS."""
     d = model.n_embd
     found = {"wte.weight": (model.padded_vocab, d), "wpe.weight": (model.seq_length, d)}
     if model.arch == "bert":

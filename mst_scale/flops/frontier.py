@@ -1,13 +1,14 @@
-"""Computes the FLOP multiplier of a method, measured on dense runs.
+"""Computes the FLOP multiplier of a method from dense runs.
 
-    multiplier = FLOPs that dense training needs for the loss that the method reached / FLOPs that the method spent
+    multiplier = FLOPs that dense training needs to reach the same loss / FLOPs of the method
 
-Dense runs of several lengths (and sizes) give points of FLOPs and loss. The frontier is their lower convex hull in the
-logarithms of both: between two of its points log loss is linear in log FLOPs, as for a power law, and a dense run above
-it (a bad choice of length, size or seed) does not make dense training look costlier. Of points whose FLOPs are within
-1 % only the best counts, because the slope of a line between them would be chance. Outside of the points nothing is
-extrapolated: the result is then a bound, at least (≥) or at most (≤). A convex curve lies below its chords, so the cost
-of dense training is slightly overestimated between points far apart; budgets a factor of two apart keep that small.
+Dense runs of several lengths (and sizes) are points of FLOPs and loss. The frontier is their lower convex hull in
+logarithmic coordinates: between two of its points log loss is linear in log FLOPs, as for a power law, and a dense run
+above it (with an unfavorable length, size or seed) does not make dense training look more expensive. Of points whose
+FLOPs differ by less than 1 %, only the best is used, because the slope between them would be noise. Nothing is
+extrapolated: outside of the points the result is a bound, at least (≥) or at most (≤). A convex curve lies below its
+chords, so the FLOPs of dense training are slightly overestimated between distant points; budgets that differ by a
+factor of two keep the error small.
 
 With several seeds, each seed of the method is compared with the dense runs of the same seed; the interval is Student's
 t at 95 % over the logarithms of those multipliers, and the value their geometric mean. A dense run of one seed is
@@ -64,7 +65,7 @@ class Multiplier:
 
 
 def frontier(points: Iterable[Point]) -> list[Point]:
-    """Return the corners of the hull by increasing FLOPs: from the cheapest point to the lowest loss."""
+    """Return the vertices of the hull by increasing FLOPs, from the cheapest point to the lowest loss."""
     kept: list[Point] = []
     for point in sorted(points, key=lambda p: (p.flops, p.loss)):
         if kept and point.loss >= kept[-1].loss:
@@ -82,7 +83,7 @@ def _slope(left: Point, right: Point) -> float:
 
 
 def needed(loss: float, points: Iterable[Point]) -> Needed:
-    """Return the FLOPs that the frontier of these points needs for a loss."""
+    """Return the FLOPs that the frontier of these points needs to reach a loss."""
     best = frontier(points)
     if not best:
         raise UserError("no dense run to compare with")

@@ -1,14 +1,14 @@
-"""Adds up the FLOPs of a run: a forecast before it starts, a ledger while it trains.
+"""Adds up the FLOPs of a run: a forecast before it starts, and a ledger while it trains.
 
-`forecast` adds up a config's run in advance, stretch by stretch; `Ledger` adds up, step by step, what a run has really
-spent, by the active weights of each matrix and the attention pattern. Both count in two accountings (`flops`), and next
-to the same number of dense steps:
+`forecast` computes the FLOPs of a run from its config, stretch by stretch; `Ledger` adds up, step by step, those that a
+run has used, from the active weights of each matrix and the attention pattern. Both use the two accountings of
+`formulas`, and compare with the same number of dense steps:
 
     reduction = FLOPs of dense steps / FLOPs of these steps
 
-A stretch has one phase, one attention pattern, and one share of active weights for each sparse matrix. No model is
-built and DeepSpeed is not needed; in training the engine does what is predicted here. Blocks of weights count as whole
-blocks, also at a matrix's edges, and `min_blocks` counts as the smallest number of blocks that it guarantees.
+A stretch has one phase, one attention pattern, and one fraction of active weights for each sparse matrix. A forecast
+does not need a model or DeepSpeed, and training uses exactly these FLOPs. Blocks of weights count as whole blocks, even
+at the edges of a matrix, and `min_blocks` counts as the smallest number of blocks that it guarantees.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from mst_scale.mixed_growing.config import TopologyConfig, fewest, grid_shape
 from mst_scale.mixed_growing.distribution import active_counts
 
 OPTIMIZER_KEY = "flops_optimizer"  # the same in both accountings; only present if the optimizer's FLOPs are counted
-UPDATE_FLOPS = 17  # of the optimizer, per weight and step: AdamW 14, the gradient's share of the norm and of clipping 3
+UPDATE_FLOPS = 17  # per weight and step: 14 for AdamW, 3 for the norm of the gradient and clipping
 
 Both = dict[str, Flops]
 """FLOPs of one sequence, forward and backward, with its share of the optimizer's; by accounting."""
@@ -58,7 +58,7 @@ class Stretch:
     sparsity: float  # the target over all sparse matrices together
     pattern: Pattern
     density: dict[str, float]  # share of active weights of every sparse matrix
-    gradient_density: dict[str, float] | None = None  # of the products that give their gradients, if it differs
+    gradient_density: dict[str, float] | None = None  # of the products that compute their gradients, if it differs
 
     @property
     def steps(self) -> int:
@@ -67,9 +67,13 @@ class Stretch:
 
 
 def stretches(experiment: Experiment, *, dense_head: bool = False) -> Iterator[Stretch]:
-    """Divide the whole run, in order: the forward pass after s optimizer steps belongs to the stretch that contains s.
+    """Yield the stretches of the whole run, in order.
 
-    `dense_head` leaves the head out of the sparse matrices.
+    The forward pass after s optimizer steps belongs to the stretch that contains s.
+
+    Args:
+        experiment: the run.
+        dense_head: whether to count the head as dense.
     """
     schedule = experiment.schedule
     sparse = [m for m in sparse_matrices(experiment) if not (dense_head and m.name == head_name(experiment.model))]
@@ -88,7 +92,7 @@ def stretches(experiment: Experiment, *, dense_head: bool = False) -> Iterator[S
 
 
 def densities(experiment: Experiment, sparse: Sequence[Matrix], sparsity: float) -> dict[str, float]:
-    """Return the share of active weights of each of these matrices, at a sparsity of all of them together."""
+    """Return the fraction of active weights of each of these matrices, given the sparsity of all together."""
     grids = [grid_of((m.outputs, m.inputs), experiment.mst.topology) for m in sparse]
     counts = _counts(tuple(grid.shape for grid in grids), sparsity, experiment.mst.sparsity.distribution)
     return {
@@ -97,7 +101,7 @@ def densities(experiment: Experiment, sparse: Sequence[Matrix], sparsity: float)
     }
 
 
-@lru_cache(maxsize=512)  # a plan asks for those of the forecast again
+@lru_cache(maxsize=512)  # a plan repeats those of the forecast
 def _counts(shapes: tuple[tuple[int, ...], ...], sparsity: float, distribution: str) -> tuple[int, ...]:
     return tuple(active_counts(shapes, sparsity, distribution)) if shapes else ()
 
@@ -118,7 +122,7 @@ def grid_of(shape: tuple[int, ...], topology: TopologyConfig) -> Grid:
 
 
 def sparse_matrices(experiment: Experiment) -> list[Matrix]:
-    """Return the matrices of our own model that become sparse: those that `targets.choose_targets` picks from it."""
+    """Return the matrices of our model that become sparse, the same ones as `targets.choose_targets` returns."""
     if experiment.mst.stays_dense and (experiment.mst.function is None or experiment.mst.sparsity.max == 0):
         return []
     targets = experiment.mst.targets
@@ -149,7 +153,7 @@ class Phase:
 
 @dataclass(frozen=True)
 class Forecast:
-    """What a run will cost by its config. FLOPs are those of one sequence; `mean` is over all steps."""
+    """The FLOPs of a run according to its config, per sequence; `mean` is over all steps."""
 
     steps: int
     phases: tuple[Phase, ...]
@@ -157,16 +161,16 @@ class Forecast:
     dense: Both
 
     def reduction(self, accounting: str = "paper") -> float:
-        """How many times more FLOPs a dense run takes."""
+        """Return the FLOPs of a dense run divided by those of this one."""
         return self.dense[accounting].total / self.mean[accounting].total
 
     def dense_steps(self, accounting: str = "paper") -> float:
-        """The number of dense steps, of the same model and batch, that cost as much as the whole run."""
+        """Return the number of dense steps of the same model and batch that take the FLOPs of the whole run."""
         return self.steps / self.reduction(accounting)
 
 
 def forecast(experiment: Experiment, *, dense_head: bool = False, ranks: int = 1) -> Forecast:
-    """Forecast the run of a config; with `dense_head`, as if the head were not one of its sparse matrices."""
+    """Forecast the run of a config; with `dense_head`, as if the head were dense."""
     model, parts, dense = experiment.model, [], _dense(experiment.model, experiment, ranks)
     optimizer = Flops(optimizer=dense["paper"].optimizer)
     for s in stretches(experiment, dense_head=dense_head):
@@ -202,13 +206,13 @@ def _mean(parts: Sequence[tuple[int, Both]]) -> Both:
 
 
 def tiny_flops(experiment: Experiment, ranks: int = 1) -> Both:
-    """Count a step of the paper's small dense model, which `--method tiny` trains in place of this model."""
+    """Count a step of the paper's small dense model, which `--method tiny` trains instead of this one."""
     shape: dict[str, Any] = {**asdict(experiment.model), **METHODS["tiny"].model}
     return _dense(ModelConfig(**shape), experiment, ranks)
 
 
 def _dense(model: ModelConfig, experiment: Experiment, ranks: int) -> Both:
-    """A dense step of a model with this experiment's optimizer and batch."""
+    """Return a dense step of a model with this experiment's optimizer and batch."""
     whole = optimizer_flops(model, experiment.deepspeed)
     optimizer = Flops(optimizer=whole / global_batch(experiment.deepspeed, ranks) if whole else 0.0)
     return {a: dense_step_flops(model, a) + optimizer for a in ACCOUNTINGS}
@@ -217,10 +221,10 @@ def _dense(model: ModelConfig, experiment: Experiment, ranks: int) -> Both:
 def topology_flops(experiment: Experiment) -> tuple[int, Flops]:
     """Count the steps that need dense gradients, and the FLOPs that they add to the mean step.
 
-    Growth by gradient and seeded moments need the gradient of every weight: 2 · forward of the inactive weights, on
-    each topology step, or on each sparse step if growth follows a running mean of gradients. (A prune score that reads
-    gradients needs those of active weights alone, which every step computes.) The FLOPs are an upper bound: the
-    gradient of the activations, half of it, is sparse on those steps too. The selection itself is not counted.
+    Growth by gradient and seeded moments need the gradient of every weight: 2 · forward of the inactive weights, at
+    each topology step, or at each sparse step if growth uses a moving average of gradients. (A pruning score that uses
+    gradients only needs those of active weights, which every step computes.) The FLOPs are an upper bound: the gradient
+    of the activations, half of them, is sparse in these steps too. The selection itself is not counted.
     """
     topology, model = experiment.mst.topology, experiment.model
     if experiment.mst.stays_dense:  # a function of weights that are all stored
@@ -245,10 +249,10 @@ def topology_flops(experiment: Experiment) -> tuple[int, Flops]:
 
 
 def uncounted_flops(experiment: Experiment, sequences: float) -> float:
-    """Count the dense gradients and optimizer updates of a run of this many sequences, the same in both accountings.
+    """Count the dense gradients and optimizer updates of a run of `sequences`, the same in both accountings.
 
-    `flops` and `flops_causal` in the metrics leave both out, as the paper does: for a wide model they are negligible.
-    Comparisons of methods on all their FLOPs include them. What the run has grown out of is left out.
+    `flops` and `flops_causal` in the metrics do not include them, as in the paper; for wide models they are negligible.
+    Comparisons of methods by all their FLOPs include them. A smaller run that this one has grown from is not included.
     """
     updates = UPDATE_FLOPS * experiment.training.steps * experiment.model.weights
     return sequences * topology_flops(experiment)[1].total + updates
@@ -258,17 +262,18 @@ def uncounted_flops(experiment: Experiment, sequences: float) -> float:
 
 
 class Ledger:
-    """What a run has spent so far, in both accountings, and what the same number of dense steps would have cost.
+    """The FLOPs of a run so far, in both accountings, and those of the same number of dense steps.
 
-    `state` goes into the checkpoint and `load` restores it: the same numbers are added in the same order, so a resumed
-    run has bit-identical sums.
+    `state` is saved in the checkpoint and restored by `load`: the same numbers are added in the same order, so the sums
+    of a resumed run are bit-identical.
     """
 
     def __init__(self, model: ModelConfig, sequences: int, optimizer: float = 0.0):
         """Begin at zero.
 
         Args:
-            sequences: per step.
+            model: the model.
+            sequences: sequences per step.
             optimizer: FLOPs that the optimizer adds to every step, dense or not; they are also summed separately.
         """
         self.model, self.sequences, self.optimizer = model, sequences, optimizer
@@ -280,15 +285,12 @@ class Ledger:
         self._of: tuple[Pattern, dict[str, float], dict[str, float] | None] | None = None
 
     def begin(self, before: Mapping[str, float]) -> None:
-        """Add FLOPs, by accounting, that were spent before the first step on a model that this one has grown out of.
-
-        They do not add to the dense FLOPs of this run.
-        """
+        """Add the FLOPs of a grown model before its first step, by accounting; they do not count as dense FLOPs."""
         self.spent = {a: self.spent[a] + before[a] for a in ACCOUNTINGS}
 
     def add(self, pattern: Pattern, densities: dict[str, float], gradients: dict[str, float] | None = None) -> None:
-        """Add a step with these shares of active weights and this attention; `gradients`: see `step_flops`."""
-        if self._of != (pattern, densities, gradients):  # the same from one topology step to the next: counted once
+        """Add a step with these fractions of active weights and this attention; for `gradients` see `step_flops`."""
+        if self._of != (pattern, densities, gradients):  # they only change at topology steps
             self._of = (pattern, densities, gradients)
             costs = {
                 a: step_flops(self.model, densities, pattern, a, gradient_density=gradients).total for a in ACCOUNTINGS
@@ -319,7 +321,7 @@ class Ledger:
         """Restore the sums of a checkpoint."""
         if missing := self.state().keys() - state.keys() - {OPTIMIZER_KEY}:
             keys = ", ".join(sorted(missing))
-            raise UserError(f"the checkpoint lacks {keys}: it was saved by an older version, so it cannot be resumed")
+            raise UserError(f"the checkpoint lacks {keys}: it was saved by an older version and cannot be resumed")
         self.spent = {a: state[key] for a, key in KEYS.items()}
         self.dense = {a: state[key] for a, key in DENSE_KEYS.items()}
         self.spent_by_optimizer = state.get(OPTIMIZER_KEY, 0.0)

@@ -1,4 +1,4 @@
-"""Computes the paper's tables of FLOPs from our own count, and what its "4×" depends on.
+"""Computes the paper's tables of FLOPs from our own count, and the assumptions that its "4×" depends on.
 
 The rows are forecasts of the paper's own runs (`recipe: paper`): GFLOPs of one 1024-token sequence, forward and
 backward, averaged over 140,000 steps.
@@ -13,7 +13,7 @@ from mst_scale.config import Experiment, load
 from mst_scale.flops.ledger import Forecast, forecast
 
 RUN = {"recipe": "paper", "model": {"preset": "gpt2"}}
-# method → (its name in the paper, GFLOPs as meant there)
+# method → (its name in the paper, its GFLOPs in the paper with misprints corrected)
 PRINTED = {
     "dense": ("Dense", 874.8),
     "tiny": ("Tiny", 212.7),
@@ -29,12 +29,12 @@ MISPRINT = (
 
 @dataclass(frozen=True)
 class Related:
-    """A row of the paper's table 1: the saving that it quotes for another method, and the run that we count for it."""
+    """A row of the paper's table 1: the reduction that it quotes for a method, and the run that we count for it."""
 
     name: str
     quoted: float
     model: str
-    method: str | None  # None: its saving cannot be counted
+    method: str | None  # None if its reduction cannot be counted
     overrides: tuple[str, ...]
     why: str
 
@@ -64,7 +64,7 @@ RELATED = (
 
 @dataclass(frozen=True)
 class Reading:
-    """One interpretation of the schedule: how each gradual phase moves, and when attention becomes dense."""
+    """One interpretation of the schedule: whether gradual phases are staged, and when attention becomes dense."""
 
     warmup: str
     restore: str

@@ -1,9 +1,10 @@
 """Converts models to and from Hugging Face's transformers.
 
-names            which tensor of ours is which of theirs
-sources          the checkpoints that can be exported and evaluated: of our models, and of models of transformers
-export           a checkpoint as a folder that transformers loads, pruned if asked for
-model_card       the folder's README.md
-start_from       weights to start a run from (--init), and whether the hub can be reached
-merge_adapters   LoRA's adapters merged into a sparse base whose zeros stay
+names            maps our tensors to those of transformers
+sources          opens the checkpoints that can be exported and evaluated: our models, and models of transformers
+export           writes a checkpoint as a folder that transformers loads, optionally pruned
+narrow           leaves out the neurons of an MLP that compute nothing
+model_card       writes the folder's README.md
+start_from       reads weights to start a run from (--init), and checks whether the hub can be reached
+merge_adapters   merges LoRA adapters into a sparse base model and keeps its zeros
 """

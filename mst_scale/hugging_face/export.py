@@ -1,13 +1,14 @@
 """Writes a checkpoint as a Hugging Face folder: `config.json`, `model.safetensors`, tokenizer files and a model card.
 
-Our GPT is GPT-2's architecture and our BERT is BERT's, so `from_pretrained` computes the same logits; biases that our
-model lacks are zero there, rows that pad the vocabulary are left out, and attention is dense. A transformers model
-keeps its architecture, configuration and tokenizer.
+Our GPT has GPT-2's architecture and our BERT that of BERT, so `from_pretrained` computes the same logits; biases that
+our model does not have are written as zeros, rows that pad the vocabulary are left out, and attention is dense. A
+transformers model keeps its architecture, configuration and tokenizer.
 
-Weights are the fp32 masters. They are read, transposed and written one after the other: memory holds one matrix, never
-the model. A safetensors file is a JSON header (names, shapes, offsets) followed by the values; all shapes are known
-beforehand, so the values can follow in pieces. Zeros stay zeros. With a pruning request (mst_scale/pruning) the model
-is loaded, to be pruned and to measure what that costs.
+The weights are the fp32 master weights. They are read, transposed and written one after the other, so that only one
+matrix is in memory. A safetensors file is a JSON header (names, shapes, offsets) followed by the values; all shapes are
+known in advance, so the values can be written in pieces. Zeros stay zeros; if the run trained whole channels, inactive
+neurons are left out (`narrow`). With a pruning request (mst_scale/pruning), the model is loaded to prune it and to
+measure its loss before and after.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import os
 import shutil
 import struct
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,7 @@ from mst_scale.dead_units.units import LineFlags, find_units
 from mst_scale.errors import UserError
 from mst_scale.hugging_face import model_card
 from mst_scale.hugging_face.names import VOCABULARY, Entry, entries, hugging_face_config
+from mst_scale.hugging_face.narrow import NEURONS, Neurons, find_neurons
 from mst_scale.hugging_face.sources import (
     PIECE,
     Source,
@@ -64,17 +66,19 @@ Pieces = Callable[[str], Iterator[torch.Tensor]]  # a tensor's values in order, 
 
 @dataclass(frozen=True)
 class Exported:
-    """What an export has written.
+    """The result of an export.
 
     Attributes:
-        zeros: Weights that are exactly 0 among the matrices that are sparse, or may be.
-        matrices: All weights of those matrices.
+        zeros: Number of weights that are exactly 0 in the matrices that are or may become sparse.
+        matrices: Number of all weights of these matrices.
         files: The files with weights.
-        bytes: Their size, which zeros do not make smaller.
+        bytes: Their size; zeros take as much space as other weights.
         tokenizer: The tokenizer whose files were written.
         dead_units: [dead, all] units by kind; all weights of a dead unit are zero.
         losses: With pruning, the validation loss "before" and "after", if the run's corpus is there.
-        pruning: With pruning, how it was done, and the names of matrices that were not pruned.
+        pruning: With pruning, its settings, and the names of matrices that were not pruned.
+        narrow: With neurons left out, "n_inner", the number "before", those "kept" by each layer, and the weights that
+            are "padding" to the widest layer.
     """
 
     checkpoint: Path
@@ -89,9 +93,10 @@ class Exported:
     dead_units: dict[str, list[int]] = field(default_factory=dict)
     losses: dict[str, float] = field(default_factory=dict)
     pruning: dict[str, Any] = field(default_factory=dict)
+    narrow: dict[str, Any] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return it as JSON values."""
+        """Return the result as JSON values."""
         return {**asdict(self), "checkpoint": str(self.checkpoint), "out": str(self.out)}
 
 
@@ -114,8 +119,11 @@ def export(
     Args:
         path: The folder of a run or of a checkpoint.
         out: The folder to write; it must not exist.
-        prune, method, pattern, calibration, calibration_sequences: How to prune it, as `mst_scale.pruning.requested`
-            takes it.
+        prune: The fraction of weights to set to zero, see `mst_scale.pruning.requested`.
+        method: The pruning method.
+        pattern: N:M, instead of `prune`.
+        calibration: The calibration corpus.
+        calibration_sequences: The number of its sequences.
         dtype: "float32", "bfloat16" or "float16".
         shard_bytes: The largest size of a file of weights.
         tokenizer: A tokenizer to use instead of the corpus's or the model's own.
@@ -129,11 +137,11 @@ def export(
         raise UserError(f"dtype {dtype!r} is unknown: choose one of {', '.join(DTYPES)}")
     request = requested(method, prune, pattern, calibration, calibration_sequences)
     if out.exists():
-        raise UserError(f"{out} exists: choose another OUT")
+        raise UserError(f"{out} already exists: choose another OUT")
     if (found := find_transformers(path, config)) is not None:
         if request is not None:
             raise UserError(
-                f"{path} is a model of transformers ({found[1]}), and --prune and --pattern take models of "
+                f"{path} is a transformers model ({found[1]}), and --prune and --pattern only support models of "
                 "mst_scale.pretrain: export it without them"
             )
         return _export_transformers(open_transformers(*found), out, dtype, shard_bytes, tokenizer)
@@ -142,10 +150,12 @@ def export(
     text = chosen(tokenizer, tokenizer_of(experiment), str(path))
     name, identity = (None, None) if text is None else (text.name, text.identity)
     plan = None if request is None else _Plan(source, request)
-    with _draft_of(out) as draft:
+    with draft_of(out) as draft:
         end_of_text, tokenizer_note = write_tokenizer(draft, name, experiment.model.vocab_size)
         pruned = _Pruned() if plan is None else plan.carry_out()
         tensors = _Tensors(source, pruned.matrices)
+        if experiment.mst.topology.granularity == "channel":
+            tensors.leave_out_neurons()
         files = write_model(draft, tensors.shapes, tensors, dtype, shard_bytes)
         about = {
             "step": source.step,
@@ -156,7 +166,7 @@ def export(
             **({"pruned": pruned.about} if pruned.about else {}),
             **({"attention": asdict(source.pattern)} if source.pattern.kind != "dense" else {}),
         }
-        raw = hugging_face_config(experiment.model, end_of_text)
+        raw = hugging_face_config(tensors.model, end_of_text)
         _write_json(draft / "config.json", {**raw, "dtype": dtype, "mst_scale": about})
         done = Exported(
             checkpoint=source.checkpoint,
@@ -171,6 +181,7 @@ def export(
             dead_units={kind: list(counts) for kind, counts in tensors.lines.tally().items()},
             losses=pruned.losses,
             pruning=pruned.about,
+            narrow={} if tensors.neurons is None else tensors.neurons.describe(experiment.model.n_embd),
         )
         figures = {**done.to_dict(), "dead_units": format_counts(done.dead_units), "pruned": pruned.description}
         card = model_card.of_ours(experiment, source.run, figures, source.pattern, tokenizer_note)
@@ -182,7 +193,7 @@ def export(
 def _export_transformers(
     source: TransformersSource, out: Path, dtype: str, shard_bytes: int, tokenizer: str | None
 ) -> Exported:
-    """`config.json` is the model's own, with a block `mst_scale` (step, method, attention pattern)."""
+    """Export a transformers model; its config.json gets a block `mst_scale` (step, method, attention pattern)."""
     note = ""
     zeros = counted = 0
 
@@ -193,7 +204,7 @@ def _export_transformers(
                 zeros, counted = zeros + int((piece == 0).sum()), counted + piece.numel()
             yield piece
 
-    with _draft_of(out) as draft:
+    with draft_of(out) as draft:
         if tokenizer is not None:
             note = write_tokenizer(draft, tokenizer, int(source.config.get("vocab_size", 0)))[1]
         for name in COMPANIONS:
@@ -232,8 +243,8 @@ def _warn(source: Source | TransformersSource, tokenizer_note: str, advice: str)
         logger.warning("%s", tokenizer_note)
     if source.pattern.kind != "dense":
         logger.warning(
-            "%s was trained with %s attention, but in transformers the model attends to everything, which costs loss: "
-            "%s as README.md there says, or let attention turn dense before the end (mst.attention.dense_from)",
+            "%s was trained with %s attention, but attention in transformers is dense, which increases the loss: "
+            "%s as its README.md describes, or train with dense attention at the end (mst.attention.dense_from)",
             source.checkpoint,
             source.pattern,
             advice,
@@ -241,8 +252,8 @@ def _warn(source: Source | TransformersSource, tokenizer_note: str, advice: str)
 
 
 @contextlib.contextmanager
-def _draft_of(out: Path) -> Iterator[Path]:
-    """A folder to write to; it becomes `out` at the end, and is removed if there is an error before."""
+def draft_of(out: Path) -> Iterator[Path]:
+    """Yield a folder to write to; it is renamed to `out` at the end, or removed after an error."""
     draft = out.with_name(out.name + store.PARTIAL)
     shutil.rmtree(draft, ignore_errors=True)
     draft.mkdir(parents=True)
@@ -309,10 +320,10 @@ def _write_json(path: Path, value: dict[str, Any]) -> None:
 
 
 class _Tensors:
-    """The tensors of the exported model, each made from ours when it is asked for.
+    """The tensors of the exported model, converted from ours on demand.
 
-    `pruned` are matrices that differ from the checkpoint's. Counts the weights and zeros of the matrices that may be
-    sparse, and the dead units, as the tensors pass.
+    `pruned` are matrices that replace those of the checkpoint. While tensors are read, this counts the weights and
+    zeros of the matrices that may be sparse, and the dead units.
     """
 
     def __init__(self, source: Source, pruned: Mapping[str, torch.Tensor]):
@@ -320,8 +331,19 @@ class _Tensors:
         self.targets = source.targets().keys()
         self.lines = LineFlags(find_units(source.skeleton())[0], source.weights.shapes)
         self.table = {entry.theirs: entry for entry in entries(self.model)}
+        self.neurons: Neurons | None = None
         self.shapes = {name: self._shape(entry) for name, entry in self.table.items()}
         self.zeros = self.counted = 0
+
+    def leave_out_neurons(self) -> None:
+        """Make the MLPs as narrow as their active neurons allow."""
+        neurons = find_neurons(self.model, self._matrix)
+        if neurons.width < neurons.before:
+            self.neurons, self.model = neurons, replace(self.model, d_ff=neurons.width)
+            self.shapes = {name: self._shape(entry) for name, entry in self.table.items()}
+
+    def _matrix(self, name: str) -> torch.Tensor:
+        return self.pruned[name] if name in self.pruned else self.weights.read(name)
 
     def __call__(self, name: str) -> Iterator[torch.Tensor]:
         entry, shape = self.table[name], self.shapes[name]
@@ -334,9 +356,11 @@ class _Tensors:
     def _pieces(self, entry: Entry, numel: int) -> Iterator[torch.Tensor]:
         if entry.ours not in self.weights.shapes:  # a bias that the model does not have
             yield torch.zeros(numel)
-        elif entry.ours in self.pruned or entry.transposed:
-            matrix = self.pruned[entry.ours] if entry.ours in self.pruned else self.weights.read(entry.ours)
-            self.lines.look(Shard.whole(entry.ours, matrix.shape), matrix.view(-1))
+        elif entry.ours in self.pruned or entry.transposed or self._is_narrow(entry.ours):
+            matrix = self._matrix(entry.ours)
+            self.lines.add(Shard.whole(entry.ours, matrix.shape), matrix.view(-1))
+            if self.neurons is not None:
+                matrix = self.neurons.cut(entry.ours, matrix)
             if entry.transposed:
                 rows = max(1, PIECE // matrix.shape[0])
                 yield from (columns.t() for columns in matrix.split(rows, dim=1))
@@ -346,11 +370,19 @@ class _Tensors:
             start = entry.part * numel
             for piece in self.weights.spans(entry.ours, start, numel, PIECE):
                 shape = self.weights.shapes[entry.ours]
-                self.lines.look(Shard.of_range(entry.ours, shape, start, piece.numel()), piece)
+                self.lines.add(Shard.of_range(entry.ours, shape, start, piece.numel()), piece)
                 start += piece.numel()
                 yield piece
 
+    def _is_narrow(self, name: str) -> bool:
+        return self.neurons is not None and NEURONS.fullmatch(name) is not None
+
     def _shape(self, entry: Entry) -> Shape:
+        if self._is_narrow(entry.ours):
+            d, width = self.model.n_embd, self.model.ffw
+            shapes = {"up.weight": (width, d), "up.bias": (width,), "down.weight": (d, width)}
+            whole: Shape = next(shapes[kind] for kind in shapes if entry.ours.endswith(kind))
+            return whole[::-1] if entry.transposed else whole
         if entry.ours in VOCABULARY:
             return (self.model.vocab_size, *self.weights.shapes.get(entry.ours, ())[1:])
         if entry.ours not in self.weights.shapes:
@@ -366,7 +398,7 @@ class _Tensors:
 
 @dataclass(frozen=True)
 class _Pruned:
-    """The result of pruning: the pruned matrices, and what config.json and the model card say of it."""
+    """The result of pruning: the pruned matrices, and its descriptions for config.json and the model card."""
 
     matrices: dict[str, torch.Tensor] = field(default_factory=dict)
     losses: dict[str, float] = field(default_factory=dict)
@@ -375,7 +407,7 @@ class _Pruned:
 
 
 class _Plan:
-    """How to prune a source; whatever does not fit is found here, before anything is written."""
+    """A plan to prune a source; all errors in the request are found when it is created, before anything is written."""
 
     def __init__(self, source: Source, request: Request):
         self.source, self.request, experiment = source, request, source.experiment
@@ -400,7 +432,7 @@ class _Plan:
             logger.warning("%s: the loss before and after pruning is not measured", missing)
 
     def carry_out(self) -> _Pruned:
-        """Prune the model in memory, with its validation loss before and after."""
+        """Prune the model in memory, and measure its validation loss before and after."""
         request, experiment = self.request, self.source.experiment
         seen = [] if self.calibration is None else calibration_batches(self.calibration, request.sequences)
         model = self.source.model()
@@ -417,7 +449,7 @@ class _Plan:
 
 
 def _check_same_tokenizer(corpus: Path, experiment: Experiment) -> None:
-    """Raise UserError for a calibration corpus of another tokenizer, which means nothing to the model."""
+    """Raise UserError if the calibration corpus was made with another tokenizer than the model's."""
     ours = tokenizer_of(experiment)
     if ours is None or not (corpus / META).is_file():
         return
@@ -426,7 +458,7 @@ def _check_same_tokenizer(corpus: Path, experiment: Experiment) -> None:
     if not same_ids(ours.identity, theirs.identity):
         raise UserError(
             f"--calibration {corpus} was made with tokenizer {theirs.name!r}, but the model was trained with "
-            f"{ours.name!r}: make a corpus with that one"
+            f"{ours.name!r}: prepare a corpus with the latter"
         )
 
 

@@ -1,4 +1,4 @@
-"""Merges the adapters of peft (LoRA and its like) into a sparse base model whose zeros stay."""
+"""Merges peft adapters (such as LoRA) into a sparse base model and keeps its zeros."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from mst_scale.errors import UserError
 
 @torch.no_grad()
 def merge_adapters(model: Any, masks: Mapping[str, torch.Tensor] | str | Path | None = None) -> nn.Module:
-    """Merge a peft model's adapters into its base model, with the zeros that the base had before.
+    """Merge a peft model's adapters into its base model, and keep the zeros of the base.
 
-    `merge_and_unload` of peft adds a dense matrix to each weight, and no zero is left. Here the part of an adapter that
-    falls on inactive weights is dropped, so evaluate the merged model again.
+    peft's `merge_and_unload` adds a dense matrix to each weight, so no zeros remain. This function drops the part of an
+    adapter that belongs to inactive weights, so the merged model should be evaluated again.
 
     Args:
         model: A model that peft has wrapped.
-        masks: The active weights: bool tensors by parameter name, or a file of them (`mst masks`). None: those that are
-            not 0 in the base.
+        masks: The active weights: bool tensors by parameter name, or a file of them (`mst masks`). By default, these
+            are the nonzero weights of the base.
 
     Returns:
         The base model.
@@ -35,7 +35,7 @@ def merge_adapters(model: Any, masks: Mapping[str, torch.Tensor] | str | Path | 
         UserError: if there is nothing to merge, ZeRO-3 has partitioned the weights, or a mask does not fit.
     """
     if not hasattr(model, "merge_and_unload"):
-        raise UserError(f"merge_adapters takes a model that peft has wrapped, but {type(model).__name__} is none")
+        raise UserError(f"merge_adapters requires a model that peft has wrapped, not a {type(model).__name__}")
     if any(hasattr(p, "ds_id") for p in model.parameters()):
         raise UserError(
             "merge_adapters needs whole weights, but ZeRO-3 has partitioned these: save the adapters "
@@ -50,8 +50,8 @@ def merge_adapters(model: Any, masks: Mapping[str, torch.Tensor] | str | Path | 
         if name not in parameters or parameters[name].shape != mask.shape:
             near = difflib.get_close_matches(name, parameters, n=1, cutoff=0.0)
             raise UserError(
-                f"merge_adapters: there is a mask of shape {tuple(mask.shape)} for {name!r}, but the merged model has "
-                f"no such parameter: the nearest is {near[0]!r} of shape {tuple(parameters[near[0]].shape)}"
+                f"merge_adapters: the merged model has no parameter {name!r} for a mask of shape {tuple(mask.shape)}: "
+                f"the nearest is {near[0]!r} of shape {tuple(parameters[near[0]].shape)}"
             )
         weight = parameters[name]
         inactive = ~mask.to(weight.device)
@@ -71,11 +71,11 @@ def merge_adapters(model: Any, masks: Mapping[str, torch.Tensor] | str | Path | 
 
 
 def _zeros_of(model: nn.Module) -> dict[str, torch.Tensor]:
-    """The active weights of the base's matrices that have zeros, by their names after merging."""
+    """Return masks of the nonzero weights of base matrices that have zeros, by their names after merging."""
     if any(getattr(m, "merged", False) is True for m in model.modules() if hasattr(m, "adapter_layer_names")):
         raise UserError(
-            "merge_adapters: the adapters are merged already, and the zeros of the base are gone: call "
-            "model.unmerge_adapter() first, or give masks"
+            "merge_adapters: the adapters have already been merged, so the zeros of the base are lost: call "
+            "model.unmerge_adapter() first, or pass masks"
         )
     adapters = adapters_of(model)
     base = {base_name(n): p for n, p in model.named_parameters() if id(p) not in adapters}

@@ -1,7 +1,7 @@
 """Writes the model card of an exported model, as the Hugging Face hub shows it.
 
-It says how the model was trained, its losses, what its sparsity saved, and how to load it. Every figure comes from the
-run's own files; figures that they do not hold are left out.
+The card describes how the model was trained, its losses, the FLOPs that sparsity saved, and how to load it. All figures
+come from the files of the run; missing figures are left out.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from transformers import {loader}
 model = {loader}.from_pretrained("PATH_OF_THIS_FOLDER")
 ```"""
 ATTACHING = """\
-With mst_scale it attends as it was trained:
+With mst_scale, the model uses the attention pattern that it was trained with:
 
 ```python
 from mst_scale.hybrid_sparse_attention import Pattern, attach
@@ -35,7 +35,7 @@ attach(model, Pattern("{kind}", {stride}))
 def of_ours(
     experiment: Experiment, run: Path | None, exported: dict[str, Any], pattern: Pattern, tokenizer_note: str
 ) -> str:
-    """Return the model card of our GPT or BERT, which was trained with this attention pattern."""
+    """Return the model card of our GPT or BERT that was trained with this attention pattern."""
     model, method = experiment.model, str(experiment.mst.method)
     shape = f"{model.n_layer} layers, {model.n_head} heads, width {model.n_embd}, context {model.seq_length}"
     rows = [("model", f"{shape}, vocabulary {model.vocab_size:,}"), ("method", method)]
@@ -50,11 +50,11 @@ def of_ours(
     else:
         tag, loader, task = "bert", "AutoModelForMaskedLM", "fill-mask"
         architecture = "BERT"
-        notes.append(f"[MASK] is the tokenizer's, or id {model.vocab_size - 1} where it has none.")
+        notes.append(f"[MASK] is that of the tokenizer, or id {model.vocab_size - 1} if it has none.")
     biases = "" if model.bias else " The model has no biases: they are 0."
     accounting = (
-        f"The architecture is {architecture}'s. FLOPs are counted in the paper's accounting, training as it was\n"
-        f"computed against the same steps computed dense.{biases}"
+        f"The architecture is {architecture}. FLOPs are counted as in the paper, and compared with the same steps of\n"
+        f"dense training.{biases}"
     )
     title = f"{model.preset or model.arch.upper()}, trained with mst_scale ({method})"
     rows += _trained(experiment, run, exported, pattern)
@@ -63,14 +63,12 @@ def of_ours(
 
 
 def of_transformers(source: TransformersSource, exported: dict[str, Any], tokenizer_note: str) -> str:
-    """Return the model card of a transformers model; a run.json may say how it was trained."""
+    """Return the model card of a transformers model; a run.json may describe how it was trained."""
     pattern, kind = source.pattern, type(source.skeleton).__name__
     rows = [("model", f"{kind}, {exported['parameters']:,} parameters"), ("method", source.method)]
     rows += _trained(source.experiment, source.run, exported, pattern)
-    accounting = (
-        "FLOPs are counted in the paper's accounting, training as it was computed against the same steps computed"
-    )
-    text = [f"{accounting}\ndense.", LOADING.format(loader=kind)]
+    accounting = "FLOPs are counted as in the paper, and compared with the same steps of dense training."
+    text = [accounting, LOADING.format(loader=kind)]
     if pattern.kind != "dense":
         text.append(ATTACHING.format(kind=pattern.kind, stride=pattern.stride))
     title = f"{kind}, trained with mst_scale ({source.method})"
@@ -87,7 +85,7 @@ def _card(front: list[str], title: str, rows: list[tuple[str, str]], text: list[
 def _trained(
     experiment: Experiment | None, run: Path | None, exported: dict[str, Any], pattern: Pattern
 ) -> list[tuple[str, str]]:
-    """The rows that do not depend on the architecture."""
+    """Return the rows that do not depend on the architecture."""
     table: list[tuple[str, str]] = []
     step = exported["step"]
     last: dict[str, Any] = {}
@@ -103,14 +101,14 @@ def _trained(
         table.append(("tokens", f"{last['tokens']:,}"))
     if pattern.kind != "dense":
         trained = f"{pattern.kind}, stride {pattern.stride}"
-        table.append(("attention", f"trained {trained}; here it is dense, which costs loss"))
+        table.append(("attention", f"trained {trained}; dense in transformers, which increases the loss"))
     if last.get("loss") is not None:
         table.append(("training loss", f"{last['loss']:.4f}"))
     if validated:
         table.append(("validation loss", f"{validated['val_loss']:.4f} (step {validated['step']:,})"))
     if last.get("flops"):
         spent, dense = last["flops"], last["flops_dense"]
-        grown = f"as many dense steps without what came before the first take {dense:.3g}"
+        grown = f"including those before its first step; the same number of dense steps takes {dense:.3g}"
         fewer = (
             grown if experiment is not None and experiment.mst.growth else f"{dense / spent:.2f} times fewer than dense"
         )

@@ -1,12 +1,12 @@
 """Maps the tensors of our GPT and BERT to those of Hugging Face's GPT-2 and BERT, and back.
 
-Both sides hold the same networks. Theirs always have biases (a model without them is exported with zeros, which
-computes the same) and know no padding of the vocabulary.
+The networks are the same. Those of transformers always have biases (a model without them is exported with zeros, which
+is equivalent) and do not pad the vocabulary.
 
-- `GPT2LMHeadModel` stores its projections as Conv1D, (inputs, outputs), ours are nn.Linear, (outputs, inputs): those
-  are transposed.
-- `BertForMaskedLM` has three matrices where we have one `qkv` (rows: all of q, all of k, all of v). The decoder's
-  weight and bias have two names each; if the head is not tied, `decoder.*` are used.
+- `GPT2LMHeadModel` stores its projections as Conv1D, (inputs, outputs), and ours are nn.Linear, (outputs, inputs), so
+  they are transposed.
+- `BertForMaskedLM` has three matrices instead of our `qkv` (rows: all of q, all of k, all of v). The decoder's weight
+  and bias have two names each; if the head is not tied, `decoder.*` are used.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from mst_scale.config.blocks import ModelConfig
 from mst_scale.errors import UserError
 from mst_scale.models.bert import EPS, TOKEN_TYPES
 
-VOCABULARY = ("wte.weight", "lm_head.weight", "head_bias")  # those with a row, or a number, per id
+VOCABULARY = ("wte.weight", "lm_head.weight", "head_bias")  # tensors with one row or number per token id
 
 GPT2_LAYER = {  # our module → (theirs, transposed)
     "ln_1": ("ln_1", False),
@@ -30,8 +30,8 @@ GPT2_LAYER = {  # our module → (theirs, transposed)
     "mlp.up": ("mlp.c_fc", True),
     "mlp.down": ("mlp.c_proj", True),
 }
-GPT2 = "transformer."  # checkpoints of the hub leave it out, `GPT2LMHeadModel.state_dict()` has it
-GPT2_HEAD = "lm_head.weight"  # the one name that both sides share and that has no prefix
+GPT2 = "transformer."  # prefix in `GPT2LMHeadModel.state_dict()`, but not in checkpoints on the hub
+GPT2_HEAD = "lm_head.weight"  # the only name without the prefix
 MASK_BUFFERS = (".attn.bias", ".attn.masked_bias")  # older checkpoints store the causal mask under these names
 
 BERT_LAYER = {  # our module → theirs; all three of qkv in the order of its rows
@@ -45,13 +45,13 @@ BERT_LAYER = {  # our module → theirs; all three of qkv in the order of its ro
 EMBEDDINGS = {"wte": "word_embeddings", "wpe": "position_embeddings", "wtt": "token_type_embeddings"}
 PREDICTIONS = "cls.predictions."
 DECODER, DECODER_BIAS, BIAS = (PREDICTIONS + name for name in ("decoder.weight", "decoder.bias", "bias"))
-# What other checkpoints hold too: the pooler and the next-sentence head, and a buffer of 0, 1, 2, …
+# Additional tensors of other checkpoints: the pooler, the next-sentence head, and a buffer of 0, 1, 2, …
 NOT_OURS = ("bert.pooler.", "cls.seq_relationship.", "bert.embeddings.position_ids")
 OLD_NAMES = (("LayerNorm.gamma", "LayerNorm.weight"), ("LayerNorm.beta", "LayerNorm.bias"))
 
 
 class Entry(NamedTuple):
-    """One tensor of theirs, and what it is of ours: an equal part of the rows, or all of them."""
+    """A tensor of transformers, and our tensor that it is one of `parts` equal parts (of rows) of."""
 
     ours: str
     theirs: str
@@ -61,7 +61,7 @@ class Entry(NamedTuple):
 
 
 def entries(config: ModelConfig) -> list[Entry]:
-    """Return every parameter of a model with biases, in our order; the head comes last if it is not tied."""
+    """Return every parameter of a model with biases, in our order; a head that is not tied is last."""
     return _gpt2_entries(config) if config.causal else _bert_entries(config)
 
 
@@ -95,17 +95,18 @@ def _bert_entries(config: ModelConfig) -> list[Entry]:
 
 
 def from_hugging_face(state: Mapping[str, torch.Tensor], config: ModelConfig) -> dict[str, torch.Tensor]:
-    """Return a state dict of theirs under our names.
+    """Convert a state dict of transformers to our names.
 
-    Rows that pad the vocabulary become the mean of the real rows, their bias the mean bias: each id has then at most
-    the average probability (Jensen). Zeros would not do: GPT-2's logits are far below 0.
+    Rows that pad the vocabulary become the mean of the real rows, and their bias the mean bias, so that each padding id
+    has at most the average probability (Jensen's inequality). Zeros would be wrong, as GPT-2's logits are far below 0.
 
     Args:
-        state: Of GPT-2, or of `BertForMaskedLM` or `BertForPreTraining`; what our models do not have is left out.
-        config: The shape that every tensor must fit.
+        state: The state dict of GPT-2, `BertForMaskedLM` or `BertForPreTraining`; tensors that our models do not have
+            are left out.
+        config: The shape of our model.
 
     Raises:
-        UserError: if a tensor is missing, has no place in the model, or does not fit it.
+        UserError: if a tensor is missing, unknown, or has another shape.
     """
     if config.causal:
         given = {
@@ -122,9 +123,9 @@ def from_hugging_face(state: Mapping[str, torch.Tensor], config: ModelConfig) ->
         optional = {DECODER, DECODER_BIAS, BIAS}
     table = entries(config)
     if missing := [entry.theirs for entry in table if entry.theirs not in given]:
-        raise UserError(f"{missing[0]} is missing: this is no {kind} of {config.n_layer} layers")
+        raise UserError(f"{missing[0]} is missing: this is not a {kind} with {config.n_layer} layers")
     if unknown := given.keys() - {entry.theirs for entry in table} - optional:
-        raise UserError(f"{sorted(unknown)[0]} has no place in a {kind} of {config.n_layer} layers")
+        raise UserError(f"{sorted(unknown)[0]} does not exist in a {kind} with {config.n_layer} layers")
     if config.tied_head and head in given and not torch.equal(given[head], given[embedding]):
         raise UserError(f"{head} differs from the token embedding: set model.tied_head = false")
     parts: dict[str, list[torch.Tensor]] = {}
@@ -146,7 +147,7 @@ def _new_name(name: str) -> str:
 
 
 def _padded(rows: torch.Tensor, config: ModelConfig) -> torch.Tensor:
-    """`rows` and the rows (or numbers) that pad the vocabulary: each is the mean of the others."""
+    """Append the rows (or numbers) that pad the vocabulary, each of which is the mean of `rows`."""
     if len(rows) not in (config.vocab_size, config.padded_vocab):
         raise UserError(f"the vocabulary has {len(rows)} rows: set model.vocab_size = {len(rows)}")
     padding = rows.mean(0, keepdim=True).expand(config.padded_vocab - len(rows), *rows.shape[1:])
@@ -156,7 +157,7 @@ def _padded(rows: torch.Tensor, config: ModelConfig) -> torch.Tensor:
 def hugging_face_config(config: ModelConfig, end_of_text: int | None = None) -> dict[str, Any]:
     """Return the contents of a config.json: the arguments of `GPT2Config` or `BertConfig`, and the model's type.
 
-    `end_of_text` is the tokenizer's: 50256 of `gpt2`, 256 of `byte`, [SEP] of word pieces. None names no special token.
+    `end_of_text` is the tokenizer's token id (50256 for `gpt2`, 256 for `byte`, [SEP] for word pieces), if it has one.
     """
     if not config.causal:
         return {

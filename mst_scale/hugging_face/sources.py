@@ -1,8 +1,8 @@
-"""Opens checkpoints for export and evaluation: of our GPT and BERT, and of models of transformers.
+"""Opens checkpoints of our GPT and BERT, and of models of transformers, for export and evaluation.
 
-A transformers model was saved by Trainer, by Accelerate or by the user's training loop. Its architecture is that of the
-configuration in the checkpoint or next to it (`checkpoints.model_config`). All weights are the fp32 masters of
-DeepSpeed's files, whichever ZeRO stage and number of ranks have saved them.
+A transformers model was saved by Trainer, Accelerate or a custom training loop. Its architecture is given by the
+configuration in the checkpoint or next to it (`checkpoints.model_config`). All weights are the fp32 master weights of
+DeepSpeed's files, for any ZeRO stage and number of ranks.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ from mst_scale.run_logging import run_file
 from mst_scale.zero_shards.weight_files import Weights, untrained_of
 
 TOKENIZERS = ("tokenizer.json", "vocab.json", "vocab.txt", "tokenizer.model", "spiece.model")
-PIECE = 1 << 20  # values at a time of what is copied unchanged: 4 MiB
+PIECE = 1 << 20  # number of values that are copied at once: 4 MiB
 
 
 def first_line(error: Exception) -> str:
-    """The first line of an error's message, or its class: transformers raises errors of many kinds."""
+    """Return the first line of an error's message, or the name of its class if there is none."""
     return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
 
 
 @dataclass(frozen=True)
 class Source:
-    """A checkpoint of our GPT or BERT, the experiment that made it, and its weights."""
+    """A checkpoint of our GPT or BERT, its experiment, and its weights."""
 
     checkpoint: Path
     run: Path | None
@@ -85,7 +85,7 @@ def open_source(path: Path, config: Path | None = None, *, causal: bool = True) 
 
     Raises:
         UserError: if it is not a checkpoint of one of our models.
-        Damaged: if a file was cut short.
+        Damaged: if a file is truncated.
     """
     checkpoint = store.locate(path)
     manifest = store.head(checkpoint)
@@ -96,12 +96,12 @@ def open_source(path: Path, config: Path | None = None, *, causal: bool = True) 
         config = next((p / "config.json" for p in checkpoint.parents if (p / "config.json").is_file()), None)
         if config is None:
             raise UserError(
-                f"there is no config.json next to {checkpoint}: name the experiment, or the config.json of its "
+                f"there is no config.json next to {checkpoint}: pass the experiment, or the config.json of its "
                 "transformers model, with --config FILE"
             )
     experiment = load_of_run(config) if beside else load(config)
     if causal and not experiment.model.causal:
-        raise UserError(f"{path} is a BERT: it fills in masked tokens, and predicts no next token")
+        raise UserError(f"{path} is a BERT, which predicts masked tokens, not the next token")
     weights = multiplied_weights_of(checkpoint)
     with torch.device("meta"):
         wanted = {name: tuple(p.shape) for name, p in build(experiment.model).named_parameters()}
@@ -109,31 +109,31 @@ def open_source(path: Path, config: Path | None = None, *, causal: bool = True) 
         found = weights.shapes.get(name)
         if found != shape:
             problem = "is missing" if found is None else f"has shape {found}, not {shape}"
-            raise UserError(f"{checkpoint}: {name} {problem}: it is not the model that {config} describes")
+            raise UserError(f"{checkpoint}: {name} {problem}: the model differs from the one in {config}")
     step = (manifest or _masks_head(checkpoint)).get("step")
     return Source(checkpoint, config.parent if config.name == "config.json" else None, experiment, step, weights)
 
 
 def _masks_head(checkpoint: Path) -> dict[str, Any]:
-    """The header of the masks, for a checkpoint of a user's loop, which has no manifest; empty if there are none."""
+    """Return the header of the masks of a checkpoint without a manifest (from a custom loop); empty if it has none."""
     path = mask_files.file_of(checkpoint, 0)
     return mask_files.read(path)[0] if path.is_file() else {}
 
 
 def names_no_text(experiment: Experiment) -> bool:
-    """Whether the config names no corpus."""
+    """Return whether the config has no corpus."""
     return experiment.data.dir is None and experiment.data.source is None
 
 
 def corpus_of(experiment: Experiment, run: Path | None = None) -> str:
-    """Return the folder of the run's corpus, which a relative path names from where the run was started.
+    """Return the folder of the run's corpus; a relative path refers to the folder in which the run was started.
 
     Raises:
-        UserError: if the config names no corpus.
+        UserError: if the config has no corpus.
     """
     data = experiment.data
     if names_no_text(experiment):
-        raise UserError("the config names no text to measure the loss on: give it data.dir, a folder of mst data")
+        raise UserError("the config has no corpus to measure the loss on: set data.dir to a folder of mst data")
     stated = Path(data.dir or f"corpora/{data.source}")
     starts = [] if run is None or stated.is_dir() else run_file.read(run / "run.json").get("starts", [])
     folders = (Path(start["folder"]) / stated for start in reversed(starts) if "folder" in start)
@@ -141,7 +141,7 @@ def corpus_of(experiment: Experiment, run: Path | None = None) -> str:
 
 
 def tokenizer_of(experiment: Experiment) -> TrainedWith | None:
-    """Return the tokenizer of the run's corpus; None if nothing names one."""
+    """Return the tokenizer of the run's corpus; None if it is not known."""
     data = experiment.data
     if names_no_text(experiment):
         return None if data.tokenizer is None else trained_with(data.tokenizer)
@@ -149,10 +149,10 @@ def tokenizer_of(experiment: Experiment) -> TrainedWith | None:
     if (folder / META).is_file():
         meta = read_meta(folder)
         before = trained_with(str(meta["tokenizer"]), meta["recipe"].get("tokenizer"))
-        moved = data.tokenizer if is_missing(before.name) else None  # the config may say where its file is now
+        moved = data.tokenizer if is_missing(before.name) else None  # the config may have the new path of its file
         return chosen(moved, before, str(folder))
     if data.source is None and data.tokenizer is None:
-        return None  # it names a folder that does not exist
+        return None  # the folder does not exist
     return trained_with(data.tokenizer or ("byte" if data.source is not None and is_code(data.source) else "gpt2"))
 
 
@@ -167,7 +167,7 @@ class TransformersSource:
     config_file: Path
     config: dict[str, Any]
     run: Path | None  # the folder with the run's run.json and metrics.jsonl; None if it was not recorded
-    experiment: Experiment | None  # what run.json says of the training
+    experiment: Experiment | None  # the training config in run.json
     step: int
     weights: Weights
     untrained: dict[str, torch.Tensor]  # frozen parameters and buffers, among others
@@ -191,7 +191,7 @@ class TransformersSource:
 
         try:
             return transformers.AutoConfig.for_model(**{k: v for k, v in self.config.items() if k != "mst_scale"})
-        except Exception as error:  # transformers raises each of its own kind
+        except Exception as error:  # transformers raises errors of many classes
             raise UserError(f"{self.config_file}: transformers cannot read it ({first_line(error)})") from None
 
     @property
@@ -209,7 +209,7 @@ class TransformersSource:
 
     @property
     def _about(self) -> dict[str, Any]:
-        """What the checkpoint's own file says of the training."""
+        """The block `mst_scale` of the configuration."""
         return dict(self.config.get("mst_scale") or {})
 
     def beside(self, name: str) -> Path | None:
@@ -231,7 +231,7 @@ class TransformersSource:
         return found
 
     def check(self) -> None:
-        """Raise UserError if files and configuration do not belong to one model."""
+        """Raise UserError if the files and the configuration do not belong to the same model."""
         for name, shape in self.shapes().items():
             there = self.weights.shapes.get(name)
             if there is None and name in self.untrained:
@@ -269,7 +269,7 @@ def open_transformers(checkpoint: Path, config_file: Path) -> TransformersSource
 
     Raises:
         UserError: if the checkpoint is of another model.
-        Damaged: if a file was cut short.
+        Damaged: if a file is truncated.
     """
     if store.head(checkpoint) is not None and (faults := store.damage(checkpoint)):
         raise Damaged(f"{checkpoint} is damaged: {faults[0]}")
@@ -293,7 +293,7 @@ def open_transformers(checkpoint: Path, config_file: Path) -> TransformersSource
 
 
 def _experiment(run: Path) -> Experiment | None:
-    """What run.json says of the training; None if this version cannot read it."""
+    """Return the experiment in run.json; None if this version cannot read it."""
     config = run_file.read(run / "run.json").get("config")
     try:
         return load(config) if isinstance(config, dict) else None
@@ -302,9 +302,14 @@ def _experiment(run: Path) -> Experiment | None:
 
 
 def find_transformers(path: Path, config: Path | None) -> tuple[Path, Path] | None:
-    """Return the checkpoint that `path` means and the configuration of its transformers model, or `config` instead.
+    """Find the checkpoint of a run or checkpoint folder, and the configuration of its transformers model.
 
-    None means that the checkpoint is of another model.
+    Args:
+        path: The folder.
+        config: The configuration, if it is not next to the checkpoint.
+
+    Returns:
+        The checkpoint and the configuration; None if it is not a transformers model.
     """
     checkpoint = store.locate(path)
     found = config or model_config.config_of(checkpoint)

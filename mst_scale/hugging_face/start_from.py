@@ -29,17 +29,18 @@ from mst_scale.hugging_face.names import from_hugging_face, hugging_face_config
 from mst_scale.models.gpt import GPT
 
 FILES = ["config.json", "*.safetensors", "*.safetensors.index.json"]
-# What our GPT computes and cannot compute otherwise: these keys of a config.json must say so, or be left out.
+# Keys of a config.json that must have the value that our GPT implements, or be absent.
 SAME = ("activation_function", "layer_norm_epsilon", "scale_attn_weights")
 NEVER = ("scale_attn_by_inverse_layer_idx", "reorder_and_upcast_attn", "add_cross_attention", "quantization_config")
-# The keys of the `model` block that the weights decide.
+# Keys of the `model` block that the weights determine.
 SHAPE = ("n_layer", "n_head", "n_embd", "d_ff", "seq_length", "vocab_size", "bias", "tied_head", "vocab_multiple")
 
 
 def offline_unless_reachable() -> str | None:
-    """Set HF_HUB_OFFLINE if the hub cannot be reached, and return the host that was tried.
+    """Set HF_HUB_OFFLINE if the hub cannot be reached, so that its libraries use their cache without retrying.
 
-    Its libraries then look into their cache at once, and do not retry for minutes.
+    Returns:
+        The host that cannot be reached; None if it can.
     """
     address = urllib.parse.urlparse(os.environ.get("HF_ENDPOINT", "https://huggingface.co"))
     if "HF_HUB_OFFLINE" in os.environ or "https" in urllib.request.getproxies():
@@ -53,10 +54,10 @@ def offline_unless_reachable() -> str | None:
 
 
 def folder_of(name: str) -> Path:
-    """Return the folder that a name means, downloaded from the hub if there is none here.
+    """Return the folder of a model, which is downloaded from the hub if `name` is not a folder.
 
     Raises:
-        UserError: if there is neither.
+        UserError: if there is no such folder, and the hub cannot provide it.
     """
     path = Path(name).expanduser()
     if path.is_dir():
@@ -70,10 +71,11 @@ def folder_of(name: str) -> Path:
     logging.set_verbosity_error()
     try:
         return Path(snapshot_download(name, allow_patterns=FILES))
-    except Exception as error:  # no network, no such name: each has its own class
+    except Exception as error:  # no network, no such name: many classes
         raise UserError(
-            f"--init {name}: no such folder here, and it cannot be downloaded from the hub ({type(error).__name__}): "
-            "check the name and the network, or name a folder with its config.json and model.safetensors"
+            f"--init {name}: there is no such folder, and it cannot be downloaded from the hub "
+            f"({type(error).__name__}): check the name and the network, or pass a folder with its config.json and "
+            "model.safetensors"
         ) from None
 
 
@@ -81,20 +83,20 @@ def model_keys(folder: Path) -> dict[str, Any]:
     """Return the keys of the `model` block that describe the model in a folder.
 
     Raises:
-        UserError: if our GPT does not compute what that model does.
+        UserError: if our GPT cannot represent that model.
     """
     if (ours := _run(folder)) is not None:
         if ours["arch"] != "gpt":
-            raise UserError(f"{folder}: --init takes a GPT, and this run trains a {ours['arch']!r}")
+            raise UserError(f"{folder}: --init requires a GPT, but this run trains a {ours['arch']!r}")
         return {key: ours[key] for key in SHAPE}
     raw = _config(folder)
     theirs = {**hugging_face_config(ModelConfig()), "scale_attn_weights": True}
     for key in SAME:
         if raw.get(key, theirs[key]) != theirs[key]:
-            raise UserError(f"{folder}: its {key} is {raw[key]!r}, and our GPT has {theirs[key]!r}")
+            raise UserError(f"{folder}: its {key} is {raw[key]!r}, but our GPT has {theirs[key]!r}")
     for key in NEVER:
         if raw.get(key):
-            raise UserError(f"{folder}: its {key} is {json.dumps(raw[key])}, which our GPT does not compute")
+            raise UserError(f"{folder}: its {key} is {json.dumps(raw[key])}, which our GPT does not support")
     return {
         "n_layer": raw["n_layer"],
         "n_head": raw["n_head"],
@@ -108,7 +110,7 @@ def model_keys(folder: Path) -> dict[str, Any]:
 
 
 def _run(folder: Path) -> dict[str, Any] | None:
-    """The model block of a run; None if the folder is not one."""
+    """Return the model block of a run; None if the folder is not a run."""
     path = folder / "config.json"
     if not path.is_file() or not (folder / "checkpoints").is_dir():
         return None
@@ -121,17 +123,17 @@ def _config(folder: Path) -> dict[str, Any]:
     try:
         raw = json.loads(path.read_text())
         if raw["model_type"] != "gpt2":
-            raise UserError(f"{path}: --init takes a GPT-2, and this is {raw['model_type']!r}")
+            raise UserError(f"{path}: --init requires a GPT-2, but this is {raw['model_type']!r}")
         missing = [key for key in ("n_layer", "n_head", "n_embd", "vocab_size") if key not in raw]
     except UserError:
         raise
     except (FileNotFoundError, NotADirectoryError, ValueError, KeyError, TypeError, RecursionError):
         raise UserError(
-            f"{folder} has no config.json of transformers with a model_type, and is no run: --init takes a GPT-2 or a "
-            "run's folder"
+            f"{folder} has no config.json of transformers with a model_type, and is not a run: --init requires a GPT-2 "
+            "or the folder of a run"
         ) from None
     if missing:
-        raise UserError(f"{path} does not say {missing[0]}: it is incomplete")
+        raise UserError(f"{path} is incomplete: it has no {missing[0]}")
     return dict(raw)
 
 
@@ -140,7 +142,7 @@ def read(folder: Path, config: ModelConfig) -> dict[str, torch.Tensor]:
 
     Raises:
         UserError: if they do not have the shape of `config`.
-        Damaged: if a file was cut short.
+        Damaged: if a file is truncated.
     """
     if _run(folder) is not None:
         return of_run(store.locate(folder), config)
@@ -149,9 +151,9 @@ def read(folder: Path, config: ModelConfig) -> dict[str, torch.Tensor]:
     return found
 
 
-@torch.no_grad()  # some files hold parameters, and what is read must not become a function of them
+@torch.no_grad()  # some files contain parameters, which must not be part of a graph
 def of_run(checkpoint: Path, config: ModelConfig) -> dict[str, torch.Tensor]:
-    """Read the weights of a run's checkpoint; raises as `read` does."""
+    """Read the weights of a run's checkpoint; raises the same errors as `read`."""
     weights = multiplied_weights_of(checkpoint)
     found = {name: weights.read(name) for name in weights.shapes}
     _check_shapes(found, config, checkpoint)
@@ -165,7 +167,7 @@ def _check_shapes(found: dict[str, torch.Tensor], config: ModelConfig, folder: P
         if name not in found:
             raise UserError(f"{folder} has no weights of {name}: it is of another model")
         if (theirs := tuple(found[name].shape)) != shape:
-            raise UserError(f"{folder}: {name} has shape {theirs}, but its config.json says {shape}: take another copy")
+            raise UserError(f"{folder}: {name} has shape {theirs}, but according to its config.json {shape}")
 
 
 def _of_gpt2(folder: Path, config: ModelConfig) -> dict[str, torch.Tensor]:
@@ -177,7 +179,7 @@ def _of_gpt2(folder: Path, config: ModelConfig) -> dict[str, torch.Tensor]:
         try:
             state.update(load_file(path))
         except SafetensorError as error:
-            raise Damaged(f"{path} is damaged or cut short ({error})") from None
+            raise Damaged(f"{path} is damaged or truncated ({error})") from None
     try:
         return from_hugging_face(state, config)
     except UserError as error:

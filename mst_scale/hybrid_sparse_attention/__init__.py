@@ -1,13 +1,13 @@
 """PART 3, Hybrid Sparse Attention: exact attention over a pattern of pairs, at the cost of these pairs only.
 
 config         the block `mst.attention` of a config
-pattern        which keys a query sees
-schedule       which pattern each step uses
+pattern        the keys that each query attends to
+schedule       the pattern of each step
 definition     attention over a pattern in a few lines of plain torch
-dispatch       which kernel computes it
+dispatch       selects the kernel
   blocked        torch operators only
   cpp            the compiled CPU kernel
-  triton_kernel  kernels for GPUs; tiles: the tiles that they choose from
+  triton_kernel  GPU kernels; tiles: the tile sizes that they are tuned over
   custom_op      a hand-written forward and backward as one operator
 module         the self-attention layer
 sequence_shards  sequences that are split over ranks

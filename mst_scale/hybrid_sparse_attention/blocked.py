@@ -87,7 +87,7 @@ def _unsqueezed(x: torch.Tensor) -> torch.Tensor:
 
 
 def _residues(first: int, residues: int, count: int, stride: int) -> View:
-    """(…, n, d) → (…, residues, count, d): row a of residue r is row first + r + a·stride. A view, no padding."""
+    """View (…, n, d) as (…, residues, count, d): row a of residue r is row first + r + a·stride."""
 
     def view(x: torch.Tensor) -> torch.Tensor:
         *lead, row, column = x.stride()
@@ -98,7 +98,7 @@ def _residues(first: int, residues: int, count: int, stride: int) -> View:
 
 
 def _blocks(first: int, blocks: int, size: int) -> View:
-    """(…, n, d) → (…, blocks, size, d), from row `first` on."""
+    """View (…, n, d) from row `first` as (…, blocks, size, d)."""
 
     def view(x: torch.Tensor) -> torch.Tensor:
         return x[..., first : first + blocks * size, :].unflatten(-2, (blocks, size))
@@ -107,7 +107,7 @@ def _blocks(first: int, blocks: int, size: int) -> View:
 
 
 def _tiles(band: Band, q: torch.Tensor, k: torch.Tensor) -> Iterator[tuple[slice, slice, torch.Tensor | None]]:
-    """Blocks of queries, the keys that each can see, and the mask if it is not all of them.
+    """Yield blocks of queries, the keys that each can see, and the mask unless it is all true.
 
     A block is about as long as the interval of keys (16 to 128 rows), so that at most about half of the computed scores
     are masked; it is shorter where many batches would make the scores large.
@@ -133,13 +133,13 @@ def _tiles(band: Band, q: torch.Tensor, k: torch.Tensor) -> Iterator[tuple[slice
 
 
 def _scores(q: torch.Tensor, k: torch.Tensor, mask: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
-    """q·k without the scale: the largest score of the row is subtracted before scaling."""
+    """Return q·k without the scale, because the largest score of the row is subtracted before scaling."""
     scores = q.to(dtype) @ k.to(dtype).transpose(-2, -1)
     return scores if mask is None else scores.masked_fill_(mask, -torch.inf)
 
 
 def _grouped(q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """(b, h, n, d) and (b, g, n, d) → (b, g, h/g, n, d) and (b, g, 1, n, d), as views."""
+    """View (b, h, n, d) and (b, g, n, d) as (b, g, h/g, n, d) and (b, g, 1, n, d)."""
     return q.unflatten(1, (k.shape[1], -1)), k.unsqueeze(2)
 
 

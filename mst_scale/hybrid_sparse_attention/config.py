@@ -1,4 +1,4 @@
-"""The block `mst.attention`: the attention pattern of each phase."""
+"""Defines the block `mst.attention`: the attention pattern of each phase."""
 
 from __future__ import annotations
 

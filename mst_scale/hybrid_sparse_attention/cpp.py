@@ -62,8 +62,8 @@ def declare(loaded: ctypes.CDLL) -> None:
         function.argtypes, function.restype = [ctypes.POINTER(_Call)], ctypes.c_int
 
 
-def why_not(device: str, dtype: torch.dtype) -> str | None:
-    """Return why this kernel cannot run, or None if it can (it is compiled now if it never was)."""
+def unsupported_reason(device: str, dtype: torch.dtype) -> str | None:
+    """Describe why this kernel cannot run; None if it can. The kernel is compiled at the first call."""
     if device != "cpu":
         return f"it runs on CPU tensors, not {device}"
     if dtype not in DTYPES:

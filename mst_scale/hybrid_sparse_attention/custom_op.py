@@ -105,7 +105,7 @@ def sparse_operator(name: str, forward: Forward, backward: Backward) -> SparseAt
 
     def run_second(ctx: Any, *grads: torch.Tensor) -> NoReturn:
         raise UserError(
-            f"sparse attention ({name}) has no second derivatives, which create_graph=True asks for; {TO_DEFINITION}"
+            f"sparse attention ({name}) has no second derivatives, which create_graph=True requires; {TO_DEFINITION}"
         )
 
     forward_op.register_autograd(run_autograd, setup_context=setup_context)

@@ -2,7 +2,7 @@
 
 `attention(q, k, v, pattern)` checks its inputs once, then passes them to a backend. All backends give the same result:
 
-    dense        torch's scaled_dot_product_attention, if the pattern holds every pair
+    dense        torch's scaled_dot_product_attention, if the pattern contains every pair
     cpp          compiled kernel for CPUs
     triton       fused kernels for CUDA
     blocked      torch operators on any device: costs as much as the pairs, but launches many small kernels
@@ -75,23 +75,27 @@ def attention(  # noqa: PLR0917  (the public signature)
 def select(  # noqa: PLR0917
     backend: str, device: str, dtype: torch.dtype, head_dim: int, dense: bool, small: bool
 ) -> str:
-    """Return the backend to use. `auto` takes the fastest that can run; a named one that cannot run is a UserError."""
+    """Return the backend to use; `auto` selects the fastest one that can run.
+
+    Raises:
+        UserError: if `backend` is unknown or cannot run.
+    """
     if backend not in BACKENDS:
         raise UserError(f"attention backend {backend!r} is unknown: choose one of {', '.join(BACKENDS)}")
     if backend == "auto":
         backend, why = choose(device, dtype, head_dim, dense, small)
         _log_choice(device, dtype, "every pair" if dense else "sparse", backend, why)
-    elif (reason := why_not(backend, device, dtype, head_dim, dense)) is not None:
+    elif (reason := unsupported_reason(backend, device, dtype, head_dim, dense)) is not None:
         raise UserError(f"attention backend {backend!r} cannot run here: {reason}")
     return backend
 
 
 def choose(device: str, dtype: torch.dtype, head_dim: int, dense: bool, small: bool) -> tuple[str, str]:
-    """Return what `auto` chooses, and the reason."""
+    """Return the backend that `auto` selects, and the reason."""
     if dense:
-        return "dense", "the pattern holds every pair"
+        return "dense", "the pattern contains every pair"
     fused = "triton" if device == "cuda" else "cpp"
-    reason = why_not(fused, device, dtype, head_dim, dense)
+    reason = unsupported_reason(fused, device, dtype, head_dim, dense)
     if reason is None:
         return fused, f"the fused kernel for {device}"
     if small:
@@ -99,18 +103,18 @@ def choose(device: str, dtype: torch.dtype, head_dim: int, dense: bool, small: b
     return "blocked", f"no {fused}: {reason}"
 
 
-def why_not(backend: str, device: str, dtype: torch.dtype, head_dim: int, dense: bool) -> str | None:
-    """Return why a backend cannot run, or None if it can."""
+def unsupported_reason(backend: str, device: str, dtype: torch.dtype, head_dim: int, dense: bool) -> str | None:
+    """Describe why a backend cannot run; None if it can."""
     if backend == "dense" and not dense:
         return "it computes every pair, but this pattern does not contain every pair; use auto"
     if backend == "cpp":
-        return cpp.why_not(device, dtype)
+        return cpp.unsupported_reason(device, dtype)
     if backend == "triton":
         try:
             from mst_scale.hybrid_sparse_attention import triton_kernel
         except ImportError as error:
             return f"triton cannot be imported ({error})"
-        return triton_kernel.why_not(device, dtype, head_dim)
+        return triton_kernel.unsupported_reason(device, dtype, head_dim)
     return None
 
 

@@ -5,9 +5,10 @@ at every call. `attach` registers our function, switches the model to it and giv
 `mst_pattern` and `mst_backend`, which `set_pattern` assigns between steps as it does for our own layers.
 
     no mask, whole sequences     the kernels of `attention`: only the pattern's pairs are computed
-    padding, a cache             torch's attention under (their mask ∧ the pattern): exact, at the cost of dense
+    padding or a cache           torch's attention with (their mask ∧ the pattern): exact, at the cost of dense
 
-Sequences that DeepSpeed's UlyssesSPAttentionHF splits over ranks follow the pattern whole if it wraps our function:
+If DeepSpeed's UlyssesSPAttentionHF splits sequences over ranks, the pattern applies to whole sequences, provided that
+it wraps our function:
 
     attach(model, pattern)
     mpu = UlyssesSPAttentionHF.register_with_transformers(model, core_attn_implementation="mst_scale", …)
@@ -58,7 +59,7 @@ def is_attention(module: nn.Module) -> bool:
 
 
 def _of_transformers(module: nn.Module) -> Iterator[Any]:
-    """The outermost transformers models in a module."""
+    """Return the outermost transformers models in a module."""
     if hasattr(module, "set_attn_implementation") and hasattr(module, "config"):
         yield module
         return
@@ -68,7 +69,7 @@ def _of_transformers(module: nn.Module) -> Iterator[Any]:
 
 def _attach(model: Any, pattern: Pattern, backend: str) -> str | None:
     config = model.config
-    if reason := _why_not(config):
+    if reason := _unsupported_reason(config):
         return reason
     if config._attn_implementation != NAME and _split_by_deepspeed(config._attn_implementation):
         return (
@@ -93,13 +94,13 @@ def _attach(model: Any, pattern: Pattern, backend: str) -> str | None:
 
 
 def _split_by_deepspeed(name: str) -> bool:
-    """Whether the attention of this name gathers sequences that are split over ranks."""
+    """Return whether the attention of this name gathers sequences that are split over ranks."""
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     return getattr(ALL_ATTENTION_FUNCTIONS.get(name), "__module__", "").startswith("deepspeed.")
 
 
-def _why_not(config: Any) -> str | None:
+def _unsupported_reason(config: Any) -> str | None:
     name = type(config).__name__
     if getattr(config, "is_encoder_decoder", False) or getattr(config, "add_cross_attention", False):
         return f"{name} has cross-attention, for which the pattern is not defined"
@@ -131,12 +132,13 @@ def hugging_face_attention(  # noqa: PLR0917  (transformers' signature)
 ) -> tuple[torch.Tensor, None]:
     """Compute attention with the signature of transformers' attention interface.
 
-    q is (batch, heads, length, head_dim), k and v have as many heads or fewer; the result is (batch, length, heads, …).
+    `query` is (batch, heads, length, head_dim), `key` and `value` have as many heads or fewer; the result is (batch,
+    length, heads, …).
     """
     for name in UNKNOWN:
-        asked = others.get(name)
-        if torch.is_tensor(asked) or asked:
-            raise UserError(f"{type(module).__name__} asks for {name}, which sparse attention does not support")
+        given = others.get(name)
+        if torch.is_tensor(given) or given:
+            raise UserError(f"{type(module).__name__} uses {name}, which sparse attention does not support")
     if not query.shape[1]:  # there are more ranks than heads
         return (query + key + value).transpose(1, 2), None
     pattern: Pattern = getattr(module, "mst_pattern", Pattern("dense"))
@@ -166,7 +168,7 @@ def _check_not_packed(module: nn.Module, positions: torch.Tensor | None) -> None
 
 
 def hugging_face_mask(*, kv_length: int, **others: Any) -> torch.Tensor | None:
-    """Return None if the mask is only causal. With a cache there is always one, which shows where the queries are."""
+    """Return None if the mask is only causal; with a cache there always is a mask, from which positions follow."""
     from transformers.masking_utils import sdpa_mask
 
     # before transformers 5 this is called with the positions of the queries, not with their number
@@ -184,7 +186,7 @@ def _masked(  # noqa: PLR0917
     causal: bool,
     dropout: float,
 ) -> torch.Tensor:
-    """Dense attention under both masks."""
+    """Compute dense attention with both masks."""
     total = k.shape[-2]
     position = torch.arange(total, device=q.device)
     seen = pattern.allows(_queries(q.shape[-2], total, mask if causal else None, q.device)[:, None], position, causal)
@@ -201,7 +203,7 @@ def _masked(  # noqa: PLR0917
 
 
 def _queries(length: int, total: int, mask: torch.Tensor | None, device: torch.device) -> torch.Tensor:
-    """Positions of the queries among the keys: the last ones, or earlier ones if a static cache has room after them.
+    """Return the positions of the queries among the keys: the last ones, unless a static cache has more slots.
 
     In that case they follow from the causal mask: the last key that a query sees is its own (padded queries may see
     fewer keys, never more).

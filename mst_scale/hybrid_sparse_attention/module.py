@@ -1,4 +1,4 @@
-"""The self-attention layer of a transformer block: QKV projection, attention over a pattern, output projection.
+"""Implements the self-attention layer: QKV projection, attention over a pattern, output projection.
 
     y = proj(attention(q, k, v)),   q, k, v = qkv(x)
 
@@ -51,7 +51,7 @@ class SelfAttention(nn.Module):
         self.proj = row_linear(n_embd, n_embd, bias=bias, tensor=tensor, what="model.n_embd")
         self.n_head, self.head_dim = last - first, n_embd // n_head  # the heads on this rank
         self.dropout, self.causal, self.pattern, self.backend = dropout, causal, pattern, backend
-        self.across_ranks: Attend | None = None  # see `parts.sequence_parallel`
+        self.across_ranks: Attend | None = None  # see `sequence_shards.sequence_parallel`
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         batch, length, _ = x.shape

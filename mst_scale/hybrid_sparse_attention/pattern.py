@@ -1,4 +1,4 @@
-"""Defines which keys a query sees, and counts the pairs.
+"""Defines the keys that each query attends to, and counts the pairs.
 
     dense     every key
     strided   |i - j| < l    or   (i - j) mod l = 0          (the paper's union: local window ∪ every l-th key)

@@ -1,4 +1,4 @@
-"""Says which attention pattern each step uses.
+"""Defines the attention pattern of each step.
 
 The paper trains with hybrid sparse attention and returns to dense attention before the end. `AttentionSchedule` is this
 schedule as a value: pieces (first step, pattern) with integer steps, which can be evaluated at any step.

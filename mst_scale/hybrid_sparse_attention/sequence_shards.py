@@ -47,7 +47,7 @@ class SequenceShard:
         return torch.arange(self.index * length, (self.index + 1) * length, device=tokens.device)
 
     def count(self, counted: torch.Tensor) -> torch.Tensor | None:
-        """Return how many positions count in whole sequences, given this part's flags; None if it holds them all."""
+        """Count the flagged positions in whole sequences, from this part's flags; None if sequences are not split."""
         if self.parts == 1:
             return None
         total = counted.sum()

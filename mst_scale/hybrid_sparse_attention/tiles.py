@@ -1,9 +1,9 @@
-"""Lists the tiles from which the attention kernels choose on a GPU: those that fit into its registers and memory.
+"""Lists the tile sizes over which the GPU attention kernels are tuned: those that fit into registers and shared memory.
 
-There is one list for each kernel, head size and architecture. Each tile has been compiled for it, spills no register
-and fits into shared memory (`mst bench compiled`, tests/unit/hybrid_sparse_attention/test_compiled.py). There is a
-single tile, without a choice, for float32, whose products do not use tensor cores, for heads wider than 128, and for
-the interpreter.
+There is one list for each kernel, head size and architecture. Each tile size has been compiled for it, spills no
+register and fits into shared memory (`mst bench compiled`, tests/unit/hybrid_sparse_attention/test_compiled.py). There
+is only one tile size for float32 (whose products do not use tensor cores), for heads wider than 128, and for the
+interpreter.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ KERNELS = ("_forward", "_backward_queries", "_backward_keys")
 
 @dataclass(frozen=True)
 class Tile:
-    """Rows of queries and keys, warps, and pipeline stages; `skip`: no masking where all pairs of a tile are seen."""
+    """Rows of queries and keys, warps, and pipeline stages; `skip`: skip masking if all pairs of a tile are seen."""
 
     queries: int
     keys: int
@@ -45,7 +45,7 @@ HOPPER: dict[tuple[str, int], list[tuple[int, int, int, int]]] = {
 
 
 def tiles_of(kernel: str, capability: int, dtype: torch.dtype, head_dim: int) -> tuple[Tile, ...]:
-    """Return the tiles of a kernel; `capability` is 80 for compute capability 8.0, and 0 without a GPU."""
+    """Return the tile sizes of a kernel; `capability` is 80 for compute capability 8.0, and 0 without a GPU."""
     wide = max(64, width(head_dim))
     if capability < 80 or dtype == torch.float32 or wide > 128:
         rows = 32 if dtype == torch.float32 or wide > 128 else 64
@@ -62,5 +62,5 @@ def width(head_dim: int) -> int:
 
 
 def size_class(size: int) -> int:
-    """Return a class of sizes within a factor of 4, which share a choice: not every length measures its own."""
+    """Return the class of a size; sizes of one class differ by less than a factor of 4 and share tuning results."""
     return (max(size, 1) - 1).bit_length() // 2

@@ -12,7 +12,7 @@ There is one forward kernel (online softmax), one for dq, and one for dk and dv.
 parts make a pattern. The second launch continues from out, top and total of the first one; gradients add up. The part
 with fewer pairs goes first in forward and dq, so that rounding to the storage type in between matters least.
 
-Importing this file needs triton, so dispatch imports it only when the Triton backend is asked for.
+Importing this file requires triton, so dispatch imports it only for the Triton backend.
 """
 
 # ruff: noqa: PLR0917  (kernels take their arguments by position)
@@ -34,7 +34,7 @@ from mst_scale.hybrid_sparse_attention.tiles import Tile, size_class, tiles_of, 
 from mst_scale.tile_choice import among
 
 WINDOW, RESIDUES, BLOCK, LAST = (tl.constexpr(part) for part in range(4))
-BEYOND = tl.constexpr(2**31 - 1)  # a row that no sequence has
+BEYOND = tl.constexpr(2**31 - 1)  # a row outside of every sequence
 LOG2E = tl.constexpr(1.4426950408889634)
 
 
@@ -51,9 +51,7 @@ def _query_row(position, stride, per, PART: tl.constexpr):
 @triton.jit
 def _key_row(position, stride, per, PART: tl.constexpr):
     if PART == LAST:
-        return (
-            position * stride + stride - 1
-        )  # at least the length for position = length // stride, the first that is none
+        return position * stride + stride - 1  # at least the length for the first invalid position, length // stride
     else:
         return _query_row(position, stride, per, PART)
 
@@ -147,7 +145,7 @@ def _softmax(top, total, row, n):
 
 
 # ------------------------------------------------------------------------------------------------ kernels
-# Only the tuner reads `kind`: launches of one kind share a choice of tiles.
+# `kind` is only read by the tuner: launches of one kind share tuning results.
 @triton.jit(do_not_specialize=["kind"])
 def _forward(
     q, k, v, out, tops, totals,
@@ -310,8 +308,8 @@ def interpreted() -> bool:
     return os.environ.get("TRITON_INTERPRET", "0") == "1"
 
 
-def why_not(device: str, dtype: torch.dtype, head_dim: int) -> str | None:
-    """Return why these kernels cannot run, or None if they can."""
+def unsupported_reason(device: str, dtype: torch.dtype, head_dim: int) -> str | None:
+    """Describe why these kernels cannot run; None if they can."""
     if device != "cuda" and not interpreted():
         return f"it needs a CUDA device (tensors are on {device}), or TRITON_INTERPRET=1 before the first import"
     if dtype not in (torch.float32, torch.float16, torch.bfloat16):
@@ -324,13 +322,13 @@ def why_not(device: str, dtype: torch.dtype, head_dim: int) -> str | None:
 
 
 def _parts(pattern: Pattern, length: int) -> list[int]:
-    """The launches that make a pattern, the one with the fewest pairs first."""
+    """Return the parts of a pattern, each of which is one launch; the part with the fewest pairs is first."""
     if pattern.is_dense(length):
         return [WINDOW.value]
     return [RESIDUES.value, WINDOW.value] if pattern.kind == "strided" else [LAST.value, BLOCK.value]
 
 
-# tensors that a launch other than the first reads before it writes them: trials of tiles must leave them as they were
+# tensors that all launches but the first read before they write them: tuning must restore them
 CONTINUED = {"_forward": ("out", "tops", "totals"), "_backward_queries": ("dq",), "_backward_keys": ("dk", "dv")}
 
 
@@ -339,7 +337,7 @@ TUNED_BY = ["PART", "CAUSAL", "GROUP", "D", "FIRST", "kind"]  # and dtypes
 
 @functools.cache
 def _tuned(name: str, tiles: tuple[Tile, ...], continued: tuple[str, ...]) -> Any:
-    """A kernel that measures these tiles at the first launch of each kind; Triton's cache keeps the result."""
+    """Return a kernel that is tuned over these tile sizes at the first launch of each kind; results are cached."""
     configs = [
         triton.Config(
             {"QUERIES": one.queries, "KEYS": one.keys, "SKIP": one.skip}, num_warps=one.warps, num_stages=one.stages
@@ -377,36 +375,37 @@ def _launch(name, tensors, q, k, v, pattern, causal, scale, part, first, over_ke
 
 @functools.cache
 def _capability(device: torch.device) -> int:
-    """80 for compute capability 8.0; 0 under the interpreter."""
+    """Return 80 for compute capability 8.0; 0 under the interpreter."""
     major, minor = torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
     return 10 * major + minor
 
 
 def _readable(x: torch.Tensor) -> torch.Tensor:
-    """Last dimension contiguous, and offsets inside a head within 32 bits."""
+    """Make the last dimension contiguous, and offsets within a head fit into 32 bits."""
     x = x if x.stride(-1) == 1 else x.contiguous()
     return x if x.shape[2] * x.stride(2) < 2**31 else x.contiguous()
 
 
-def _refuse_too_long(q: torch.Tensor) -> None:
-    """The kernels' own tensors have rows of heads × head_dim numbers, and offsets inside a sequence are 32 bits."""
+def _check_offsets(q: torch.Tensor) -> None:
+    """Check that 32-bit offsets suffice: the kernels' tensors have rows of heads × head_dim numbers."""
     _, heads, length, dim = q.shape
     if length * heads * dim >= 2**31:
         raise UserError(
             f"{length} rows of {heads} heads × {dim} exceed the kernels' 32-bit offsets: split the sequences over "
-            "ranks (sequence_parallel), or take backend blocked"
+            "ranks (sequence_parallel), or use backend blocked"
         )
 
 
 def _packed(x: torch.Tensor) -> torch.Tensor:
-    """(batch, heads, length, d) laid out as the kernels' own tensors are."""
+    """Lay out (batch, heads, length, d) as the tensors that the kernels allocate."""
     return x.transpose(1, 2).contiguous().transpose(1, 2)
 
 
 def forward(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, pattern: Pattern, causal: bool, scale: float
 ) -> Tensors3:
-    _refuse_too_long(q)
+    """Compute (out, top, total), see custom_op."""
+    _check_offsets(q)
     q, k, v = map(_readable, (q, k, v))
     out, top, total = empty_output(q), empty_row_numbers(q), empty_row_numbers(q)
     if q.numel():
@@ -428,6 +427,7 @@ def backward(
     causal: bool,
     scale: float,
 ) -> Tensors3:
+    """Compute (dq, dk, dv), see custom_op."""
     q, k, v = map(_readable, (q, k, v))
     out, dout, top, total = _packed(out), _packed(dout), top.contiguous(), total.contiguous()
     dq, dk, dv = empty_output(q), empty_output(k), empty_output(v)

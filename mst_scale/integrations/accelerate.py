@@ -1,7 +1,7 @@
-"""Rejects several CPU processes under Accelerate, as soon as a program asks for them.
+"""Rejects several CPU processes under Accelerate, before it creates a process group.
 
-With DeepSpeed, Accelerate (and Trainer, which uses it) looks for the backend of an accelerator. On CPUs there is none:
-each process then counts itself as the only one, and they train on all of the data or wait for each other without end.
+With DeepSpeed, Accelerate (and Trainer, which uses it) looks for the backend of an accelerator. On CPUs there is none,
+so each process assumes that it is the only one, and they all train on all of the data or deadlock.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def install(module: Any) -> None:
 
 
 def _validate_processes(state: Any, cpu: bool) -> None:
-    """Called before Accelerate makes its process group, in which the processes would wait."""
+    """Raise SharedMistake for several CPU processes; called before Accelerate would wait for a process group."""
     processes = int(os.environ.get("WORLD_SIZE", "1"))
     of_launcher = int(os.environ.get("LOCAL_RANK", "-1")) != -1
     with_deepspeed = os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() == "true"
@@ -38,6 +38,6 @@ def _validate_processes(state: Any, cpu: bool) -> None:
         return
     if cpu or state._prepare_backend(state, cpu)[0] is None:
         raise SharedMistake(
-            f"{processes} processes were started on CPUs, where Accelerate and Trainer support one with DeepSpeed: "
-            "start one (python SCRIPT), or call mst_scale.initialize in a loop of your own, which takes several"
+            f"{processes} processes were started on CPUs, where Accelerate and Trainer with DeepSpeed support only "
+            "one: start one (python SCRIPT), or call mst_scale.initialize in a custom loop, which supports several"
         )

@@ -26,7 +26,7 @@ from mst_scale.errors import UserError
 from mst_scale.integrations import accelerate
 from mst_scale.integrations.length import with_length
 from mst_scale.integrations.on_import import when_imported
-from mst_scale.run_logging.recording import Recording
+from mst_scale.integrations.recording import Recording
 
 
 class Integration:
@@ -35,7 +35,7 @@ class Integration:
     def __init__(self, mst: dict[str, Any] | None, steps: int | None):
         self.mst, self.steps = mst, steps
         self.plain = deepspeed.initialize
-        self.trainer: Any = None  # what integrations.trainer says about the next engine
+        self.trainer: Any = None  # settings of integrations.trainer for the next engine
         self.made: weakref.ref[Any] | None = None  # the latest sparse engine
         self.recorded: weakref.ref[Recording] | None = None  # its recording, if Trainer made it
         self.warned_dense = False
@@ -66,27 +66,27 @@ class Integration:
             raw = {"mst": self.mst, **raw}
         if raw is None or raw.keys().isdisjoint(("mst", "recipe")) or not trains:
             if trains and not self.warned_dense:
-                why = "is no dict and no JSON file" if raw is None else "has no mst block and no recipe"
+                why = "is neither a dict nor a JSON file" if raw is None else "has no mst block and no recipe"
                 logger.warning("deepspeed.initialize: the config %s, so this engine trains dense", why)
                 self.warned_dense = True
-            if raw is not None and stated is not None and not trains:  # an engine for evaluation, say
+            if raw is not None and stated is not None and not trains:  # for example, an engine for evaluation
                 config, config_params = _without_ours(raw), None
             return self.plain(
                 args, model, optimizer, model_parameters, config=config, config_params=config_params, **others
             )
         self._validate_single_model(model)
-        asked, self.trainer = self.trainer, None
-        raw = with_length(raw, model, self.steps, asked.steps if asked else None)
-        if asked and asked.seed is not None:
-            raw["training"] = {"seed": asked.seed, **raw["training"]}
+        trainer, self.trainer = self.trainer, None
+        raw = with_length(raw, model, self.steps, trainer.steps if trainer else None)
+        if trainer and trainer.seed is not None:
+            raw["training"] = {"seed": trainer.seed, **raw["training"]}
         if getattr(args, "deepspeed_config", None) is not None:
             args = None
         made = api.initialize(args, model, optimizer, model_parameters, config=raw, **others)
         _look_like_an_optimizer(made[0])
         self.made = weakref.ref(made[0])
         self.recorded = None
-        if asked:
-            recording = Recording(made[0], asked.out, every=0, tensorboard=False, shows=asked.shows)
+        if trainer:
+            recording = Recording(made[0], trainer.out, every=0, tensorboard=False, shows=trainer.shows)
             self.recorded = weakref.ref(recording)  # the engine's hooks hold it
         return made
 
@@ -96,19 +96,19 @@ class Integration:
         return None if self.recorded is None else self.recorded()
 
     def _validate_single_model(self, model: Any) -> None:
-        """Reject a second model before the first has taken a step: one of them would be a reference or a teacher.
+        """Reject a second model before the first has taken a step, as one of them is probably a reference or teacher.
 
-        One model after the other is fine (a search over hyperparameters). DeepSpeed never frees an engine, so only its
-        steps show whether it is still used.
+        Training several models one after the other is supported (a hyperparameter search). DeepSpeed never frees an
+        engine, so only its steps show whether it is used.
         """
         engine = self.made() if self.made is not None else None
         if engine is None or engine.module is model:
             return
         if engine.mst.step == 0:
             raise SharedMistake(
-                "deepspeed.initialize was called for a second model with an mst block before the first has taken a "
-                "step. integrate() makes one model sparse: give the other one (a reference, a teacher) a config "
-                "without mst, or call mst_scale.initialize for both"
+                "deepspeed.initialize was called for a second model with an mst block before the first one has taken a "
+                "step. integrate() supports one sparse model: use a config without mst for the other one (such as a "
+                "reference or teacher), or call mst_scale.initialize for both"
             )
         logger.warning(
             "a second model is trained sparsely in this process, after %d steps of the first", engine.mst.step
@@ -130,13 +130,13 @@ def integrate(mst: dict[str, Any] | None = None, steps: int | None = None) -> No
     """Make `deepspeed.initialize` return engines that train sparsely if their config has an `mst` block or a recipe.
 
     Args:
-        mst: The `mst` block for configs that have neither, for example those written by `accelerate config`.
-        steps: The number of optimizer steps of the run, if neither the config nor the framework states it.
+        mst: The `mst` block for configs that have neither, such as those written by `accelerate config`.
+        steps: The number of optimizer steps of the run, if neither the config nor the framework sets it.
 
     Raises:
-        UserError: `integrate` was called before with other arguments, or `mst` is not a dict.
+        UserError: if `integrate` was called before with other arguments, or `mst` is not a dict.
     """
-    global _installed  # noqa: PLW0603  (deepspeed.initialize is one for the whole process)
+    global _installed  # noqa: PLW0603  (deepspeed.initialize is shared by the whole process)
     speak()
     if _installed is not None:
         if (mst, steps) != (_installed.mst, _installed.steps):
@@ -179,7 +179,7 @@ def _read(given: Any) -> dict[str, Any] | None:
 
 
 def _look_like_an_optimizer(engine: Any) -> None:
-    """Add what Fabric looks for: without these attributes, its optimizer.step() bypasses engine.step()."""
+    """Add the attributes without which Fabric's optimizer.step() would bypass engine.step()."""
     for name in ("param_groups", "defaults", "state"):
         if not hasattr(engine, name):
             setattr(engine, name, getattr(engine.optimizer, name, {}))
@@ -190,17 +190,15 @@ def _without_ours(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _print_usage_errors_in_one_line(integration: Integration) -> None:
-    """Let a UserError end all ranks of the program with one line on one of them."""
+    """Make a UserError end all ranks of the program with one line on one of them."""
     before = sys.excepthook
 
     def hook(kind: Any, error: BaseException, trace: Any) -> None:
         integration.failed = True
         if isinstance(error, UserError) and not hasattr(sys, "ps1"):
-            if isinstance(
-                sys.stderr, io.StringIO
-            ):  # torch's hook collects what ours prints, to print it when ours returns
+            if isinstance(sys.stderr, io.StringIO):  # torch's hook captures stderr until this one returns
                 sys.stderr = sys.__stderr__
-            exits.end(error, alike=True)
+            exits.end(error, on_all_ranks=True)
         before(kind, error, trace)
 
     sys.excepthook = hook

@@ -1,10 +1,10 @@
-"""Finds the number of optimizer steps of a run whose config does not state it.
+"""Determines the number of optimizer steps of a run whose config does not set it.
 
-`"training": {"steps": N}` states it; if it is missing or "auto", these are asked in this order:
+`"training": {"steps": N}` sets it. If it is missing or "auto", the following are used, in this order:
 
     integrate(steps=N)
     Trainer's max_steps, or the number of steps of its epochs
-    DeepSpeed's scheduler, "scheduler": {"params": {"total_num_steps": N}}, which Accelerate fills in too
+    DeepSpeed's scheduler, "scheduler": {"params": {"total_num_steps": N}}, which Accelerate also fills in
     Lightning's trainer.estimated_stepping_batches
 """
 
@@ -18,11 +18,11 @@ AUTO = (None, "auto")
 
 
 def with_length(config: dict[str, Any], model: Any, given: int | None, of_trainer: int | None) -> dict[str, Any]:
-    """Return the config with training.steps, if anything states it.
+    """Return the config with training.steps, if it can be determined.
 
     Args:
         config: The config.
-        model: The model, which Lightning may have attached its trainer to.
+        model: The model, to which Lightning may have attached its trainer.
         given: The argument of integrate().
         of_trainer: The number of steps of transformers' Trainer.
     """
@@ -32,7 +32,7 @@ def with_length(config: dict[str, Any], model: Any, given: int | None, of_traine
     if stated not in AUTO:
         if known is not None and known != stated:
             logger.warning(
-                "training.steps is %s but the loop takes %d optimizer steps: phases are planned for a run of %s; set "
+                "training.steps is %s but the loop takes %d optimizer steps: phases are scheduled for a run of %s; set "
                 'it to "auto" to follow the loop',
                 stated,
                 known,

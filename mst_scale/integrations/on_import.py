@@ -12,7 +12,7 @@ from typing import Any
 
 
 def when_imported(name: str, call: Callable[[ModuleType], None]) -> None:
-    """Call `call(module)` after the module has been imported; immediately if it already is."""
+    """Call `call(module)` after the module has been imported, or immediately if it already has been."""
     if name in sys.modules:
         call(sys.modules[name])
     else:

@@ -31,7 +31,7 @@ class Request:
     seed: int
     out: Path
     shows: bool
-    """Whether to print progress, because Trainer has no progress bar of its own."""
+    """Whether to print progress, because Trainer has no progress bar."""
 
 
 def install(module: Any, integration: Integration) -> None:
@@ -90,9 +90,7 @@ class SparseTraining(TrainerCallback):
             logs |= ours
             state.log_history[-1] |= ours
             self._show_in_bar(row)
-        elif (
-            "eval_loss" in logs and recording.mst.step == recording.step
-        ):  # otherwise Trainer has loaded its best checkpoint
+        elif "eval_loss" in logs and recording.mst.step == recording.step:  # else it has loaded its best checkpoint
             recording.log(val_loss=float(logs["eval_loss"]))
 
     def on_train_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:

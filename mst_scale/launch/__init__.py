@@ -3,13 +3,12 @@
 The scripts of launchers/ and `mst launch` both call `main`.
 
 local          this machine, through DeepSpeed's launcher
-demo           the demo on two processes of this machine
+demo           the demo, which ends with text of its model
 mpi            mpirun of OpenMPI or MPICH
 hostfile       the machines of a hostfile, over ssh or pdsh
 node           one machine of such a run, or of a Slurm job
 slurm          submits the job
-slurm_job      what runs inside the job: starts the ranks and requeues the job
-slurm_rank     one task of a Slurm step that starts the ranks of its node
+slurm_job      what runs inside the job: starts the ranks, on each node too, and requeues the job
 sweep          methods × seeds, by one of the others, and their table
 command_line   options, and commands written so that a shell reads them back
 environment    the variables, processors and GPUs that ranks get
@@ -28,18 +27,23 @@ from mst_scale.comm import exit_code, is_plain, one_line
 from mst_scale.launch.environment import find_python
 
 FOR_USERS = ("local", "slurm", "mpi", "hostfile", "sweep")
-NAMES = (*FOR_USERS, "demo", "node", "slurm_job", "slurm_rank")
+PROGRAMS = {  # name -> (module, function)
+    **{name: (name, "main") for name in (*FOR_USERS, "node", "slurm_job")},
+    "demo": ("demo", "main"),
+    "slurm_rank": ("slurm_job", "start_node"),
+}
 
 
 def main(words: list[str]) -> int:
     """Run the launcher that the first word names with the other words, and return its exit code."""
     name, *words = words or [""]
     try:
-        if name not in NAMES:
+        if name not in PROGRAMS:
             print(f"mst_scale: there is no launcher {name!r}: choose {', '.join(FOR_USERS)}", file=sys.stderr)
             return 2
         find_python()
-        return int(importlib.import_module(f"mst_scale.launch.{name}").main(words))
+        module, function = PROGRAMS[name]
+        return int(getattr(importlib.import_module(f"mst_scale.launch.{module}"), function)(words))
     except KeyboardInterrupt:  # nothing has been started yet
         return 130
     except BrokenPipeError:

@@ -78,7 +78,7 @@ def split_config(words: Sequence[str]) -> tuple[str, list[str]]:
     if not words or not words[0]:
         raise UserError("which config? a file, or the name of a ready one, such as demo; see --help")
     if not os.path.isfile(words[0]) and words[0] not in ready.configs():
-        raise UserError(ready.refusal(words[0]))
+        raise UserError(ready.describe_missing(words[0]))
     return words[0], list(words[1:])
 
 

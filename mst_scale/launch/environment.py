@@ -17,7 +17,7 @@ from mst_scale.errors import UserError
 
 SCRIPTS = shipped.folder("launchers")
 ROOT = SCRIPTS.parent  # the clone, or the package where it is installed
-# What hostfile and mpi carry to the other nodes, beside every variable that begins with NCCL_.
+# What hostfile and mpi carry to the other nodes, with every variable that begins with NCCL_.
 CARRIED = (
     "PATH", "PYTHONPATH", "LD_LIBRARY_PATH", "OMP_NUM_THREADS", "PYTORCH_CUDA_ALLOC_CONF",
     "TORCH_NCCL_ASYNC_ERROR_HANDLING", "GLOO_SOCKET_IFNAME", "DEEPSPEED_TIMEOUT", "PYTHONUNBUFFERED",

@@ -1,5 +1,4 @@
-"""
-Pretrain on the machines of a hostfile, reached by ssh or pdsh. Each line of the file is NAME slots=PROCESSES.
+"""Pretrain on the machines of a hostfile, reached by ssh or pdsh. Each line of the file is NAME slots=PROCESSES.
 
   mst launch hostfile --hostfile FILE [options] CONFIG [arguments of mst_scale.pretrain]
   mst launch hostfile --hostfile hosts gpt3_1.3b --data /shared/fineweb --out /shared/runs/1.3b

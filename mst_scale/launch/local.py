@@ -1,5 +1,4 @@
-"""
-Pretrain on this machine: one process for each GPU, or two on the CPU.
+"""Pretrain on this machine: one process for each GPU, or two on the CPU.
 
   mst launch local [options] CONFIG [arguments of mst_scale.pretrain]
   mst launch local gpt2_small --out runs/gpt2

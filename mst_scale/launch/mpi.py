@@ -1,5 +1,4 @@
-"""
-Pretrain under mpirun of OpenMPI or MPICH; the ranks find each other through mpi4py (pip install 'mst_scale[mpi]').
+"""Pretrain under mpirun of OpenMPI or MPICH; the ranks find each other through mpi4py (pip install 'mst_scale[mpi]').
 
   mst launch mpi [options] CONFIG [arguments of mst_scale.pretrain]
   mst launch mpi --processes 16 --hostfile hosts gpt2_xl --out /shared/runs/xl

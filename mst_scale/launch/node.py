@@ -1,6 +1,6 @@
-"""
-Run a command on one node of a run, and let its ranks save and end when asked. The hostfile and Slurm launchers start
-this on each node; it is of no use by hand.
+"""Run a command on one node of a run, and let its ranks save and end when asked.
+
+The hostfile and Slurm launchers start this on each node; it is of no use by hand.
 
   bash launchers/node.sh JOB COMMAND…    run it; on SIGTERM and SIGUSR1 the ranks save and end
   bash launchers/node.sh --stop JOB      the same, from another process of this node

@@ -1,6 +1,4 @@
-"""
-Pretrain under Slurm: submit one job that trains, saves before its time is up or when it is preempted, requeues itself
-and continues until the run is finished.
+"""Pretrain under Slurm, in one job that saves before its time is up and requeues itself until the run is done.
 
   mst launch slurm [options] CONFIG [arguments of mst_scale.pretrain]
   mst launch slurm --nodes 4 --time 24:00:00 --partition a100 gpt3_1.3b --out /shared/runs/1.3b

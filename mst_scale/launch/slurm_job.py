@@ -1,12 +1,14 @@
-"""
-Run inside a Slurm job, as `mst launch slurm` submits it: start the ranks on the job's nodes, and requeue the job until
-the run is finished.
+"""Run inside a Slurm job: start the ranks on its nodes, and requeue it until the run is finished.
+
+`mst launch slurm` submits it.
 
   sbatch launchers/slurm_job.sh ROOT STARTER RANKS-PER-NODE RESTARTS REQUEUES CONFIG [arguments of mst_scale.pretrain]
 """
 
 from __future__ import annotations
 
+import base64
+import json
 import os
 import re
 import signal
@@ -16,12 +18,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
+from mst_scale.launch import node
 from mst_scale.launch.command_line import quoted
 from mst_scale.launch.environment import SCRIPTS, load_cluster_settings, shown_variables
 from mst_scale.launch.restarts import keep_running
 from mst_scale.launch.supervisor import Supervisor, forward, output_of, unblock
 
-PORT_OF_DOCTOR = 15  # beside those of up to 15 starts of a job
+PORT_OF_DOCTOR = 15  # in addition to those of up to 15 starts of a job
 FAILURES = re.compile(r"(.*?) ?mst_failures=([0-9]+)")
 
 
@@ -150,7 +153,7 @@ def main(words: list[str]) -> int:
             supervisor, lambda: job.run(run, int(os.environ["MST_RESTART"])), config, arguments, int(restarts)
         )
     stopping = supervisor.asked_to_stop()
-    if stopping and supervisor.stopping != signal.SIGUSR1:  # this process itself was told to stop
+    if stopping and supervisor.stopping != signal.SIGUSR1:  # this process itself was asked to stop
         _say("the job was asked to stop for good; the same command continues its run")
     elif code != 2 and (stopping or (code == 0 and job.ranks_stopped)):
         _say("the job was asked to stop; its run goes on in the next job")
@@ -160,6 +163,23 @@ def main(words: list[str]) -> int:
         job.count_failure()
         job.requeue(scratch)
     return code
+
+
+def start_node(words: list[str]) -> int:
+    """Start the ranks of one node through DeepSpeed's launcher, as a task of the step: RANKS MODULE [arguments]."""
+    ranks, module, *arguments = words
+    number = os.environ["SLURM_NODEID"]
+    # the form in which DeepSpeed's launcher takes it; with the nodes' numbers for names
+    world = json.dumps({f"node{n}": list(range(int(ranks))) for n in range(int(os.environ["SLURM_NNODES"]))})
+    # the doctor takes no --local_rank, which DeepSpeed's launcher would put before its verb
+    no_local_rank = [] if module == "mst_scale.pretrain" else ["--no_local_rank"]
+    command = [
+        sys.executable, "-u", "-m", "deepspeed.launcher.launch",
+        f"--world_info={base64.urlsafe_b64encode(world.encode()).decode()}", f"--node_rank={number}",
+        f"--master_addr={os.environ['MASTER_ADDR']}", f"--master_port={os.environ['MASTER_PORT']}",
+        "--log_level=error", "--module", *no_local_rank, module, *arguments,
+    ]  # fmt: skip
+    return node.run(f"{os.environ['SLURM_JOB_ID']}-{number}", command)
 
 
 def _say(message: str) -> None:

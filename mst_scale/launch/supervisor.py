@@ -63,7 +63,7 @@ class Supervisor:
 
         Args:
             commands: The commands.
-            variables: What they have in their environment beside that of this process.
+            variables: What they have in their environment in addition to that of this process.
             own_session: Whether a Ctrl-C reaches this process alone, and not them too.
             ignored: Signals that they ignore, as long as they set no handler.
             patience: Seconds after which the others are asked to end when one has failed.

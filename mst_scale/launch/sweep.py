@@ -1,5 +1,4 @@
-"""
-Train methods × seeds: the runs of a comparison, one after the other or as jobs, and a table of them.
+"""Train methods × seeds: the runs of a comparison, one after the other or as jobs, and a table of them.
 
   mst launch sweep [options] CONFIG [arguments of mst_scale.pretrain]
   mst launch sweep --methods dense,tiny,static,rigl,mst gpt2_small

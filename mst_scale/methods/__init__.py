@@ -1,8 +1,8 @@
-"""The methods that `mst.method` can name.
+"""The methods that `mst.method` can select.
 
 method     the types: Method, WeightFunction, Growth
-presets    methods that are data alone: a schedule of sparsity, a policy, the pattern of attention
-baselines  methods that come with code: functions of the weights, and growths of a smaller model
+presets    methods that consist of data: a sparsity schedule, a policy and an attention pattern
+baselines  methods with their own code: functions of the weights, and growth from a smaller model
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ __all__ = ["METHODS", "Growth", "Method", "NoOptions", "WeightFunction", "regist
 
 
 class _Methods(Mapping[str, Method]):
-    """All methods by name. A baseline is imported when it is asked for, because most of them need torch."""
+    """All methods by name. Baselines are imported on demand, because most of them need torch."""
 
     def __init__(self) -> None:
         self._registered: dict[str, Method] = {}
@@ -46,13 +46,13 @@ METHODS: Mapping[str, Method] = _methods
 
 
 def register(name: str, method: Method) -> Method:
-    """Make a method known, so that `mst.method` can name it.
+    """Register a method, so that `mst.method` can select it by name.
 
     Raises:
         UserError: if another method has this name.
     """
     if METHODS.get(name, method) != method:
-        raise UserError(f"mst_scale.methods.register: there already is a method {name!r}; choose another name")
+        raise UserError(f"methods.register: the name {name!r} is in use by another method; choose another")
     if name not in METHODS:
         _methods._registered[name] = method
     return method

@@ -1,9 +1,9 @@
-"""Defines what a method is: a preset for the `mst` block, and for some methods the code that makes the weights.
+"""Defines what a method is: a preset for the `mst` block, and for some methods the code that computes weights.
 
-Most methods are data: which schedule of sparsity, which policy, which attention (`presets`). Some have a
-`WeightFunction`: their parameters store something, and a layer multiplies with a function of it. Some have a `Growth`,
-which makes the first weights from those of a smaller model. Planning and FLOP counting read methods without torch, so
-nothing here imports it.
+Most methods are data: a sparsity schedule, a policy and an attention pattern (`presets`). Some have a `WeightFunction`,
+which computes the weights of a layer from its stored parameter. Some have a `Growth`, which computes the initial
+weights from those of a smaller model. This file does not import torch, because planning and FLOP counting read methods
+without it.
 """
 
 from __future__ import annotations
@@ -21,34 +21,34 @@ if TYPE_CHECKING:
 
 
 class WeightFunction(ABC):
-    """What a layer multiplies with, as a function of what its parameter stores.
+    """Computes the weight that a layer multiplies by from its stored parameter.
 
-    `kept` is the number of the matrix's weights that the schedule keeps now; `scale` is a number per layer that `begin`
-    measures once. A function reads nothing but these and the stored matrix, so that a resumed run and an exported
+    `kept` is the number of weights of the matrix that the schedule currently keeps; `scale` is a number per layer that
+    `begin` computes once. The result depends on these and the stored matrix only, so that a resumed run and an exported
     checkpoint compute the same weights.
     """
 
     variations: tuple[str, ...] = ("sparse", "sd")
-    """The values of `mst.sparsity.variation` that the function can follow."""
+    """The values of `mst.sparsity.variation` that the function supports."""
     sparsity: float | None = None
-    """The required `mst.sparsity.max` if the options decide how many weights are kept; None if the schedule does."""
+    """The required `mst.sparsity.max` if the options determine how many weights are kept; None if the schedule does."""
     elementwise = False
-    """Whether each weight depends on its own stored value alone; masks can then be applied as well."""
+    """Whether each weight depends only on its own stored value; masks can then be applied too."""
 
     def begin(self, weight: Tensor) -> tuple[Tensor, float]:
-        """Return what is stored for an initial weight, and the layer's `scale`."""
+        """Return the stored parameter for an initial weight, and the layer's `scale`."""
         return weight, 1.0
 
     @abstractmethod
     def weight(self, stored: Tensor, kept: int, scale: float) -> Tensor:
-        """Return the matrix that the layer multiplies with, differentiable in `stored`."""
+        """Return the matrix that the layer multiplies by, differentiable in `stored`."""
 
     def pull(self, stored: Tensor, kept: int, scale: float) -> Tensor | None:
-        """Return what is added to the gradient of `stored` once per optimizer step, or None for nothing."""
+        """Return a term to add to the gradient of `stored` once per optimizer step, or None."""
         return None
 
     def end(self, stored: Tensor, kept: int, scale: float) -> Tensor:
-        """Return the weight with which the layer continues when the schedule becomes dense."""
+        """Return the dense weight with which training continues when the schedule becomes dense."""
         return self.weight(stored, kept, scale)
 
     def linear(self, x: Tensor, stored: Tensor, bias: Tensor | None, kept: int, scale: float) -> Tensor:
@@ -58,7 +58,7 @@ class WeightFunction(ABC):
         return linear(x, self.weight(stored, kept, scale), bias)
 
     def unsupported_reason(self, shape: tuple[int, ...], device: str, dtype: dtype) -> str | None:
-        """Return why the function cannot compute a matrix of this shape there, and what to do; None if it can."""
+        """Describe why a matrix of this shape, device and dtype is not supported, and the fix; None if it is."""
         return None
 
     def density(self, shape: tuple[int, ...], kept: float) -> float:
@@ -71,9 +71,9 @@ class WeightFunction(ABC):
 
 
 Gradients = Callable[[Mapping[str, Any], int], Mapping[str, Any]]
-"""(weights of the larger model, number of a training batch) → the gradients of the mean loss on that batch."""
+"""Returns the gradients of the mean loss, given the weights of the larger model and the number of a training batch."""
 
-# Properties that every growth preserves, with the key of the `model` block that decides each.
+# Properties that every growth preserves, with the key of the `model` block that determines each.
 PRESERVED = {
     "arch": "arch",
     "vocab_size": "vocab_size",
@@ -85,41 +85,56 @@ PRESERVED = {
 
 
 class Shape(Protocol):
-    """What a growth reads of a model's config."""
+    """The shape of a model, as `config.ModelConfig` describes it."""
 
     @property
-    def arch(self) -> str: ...
+    def arch(self) -> str:
+        """The architecture, "gpt" or "bert"."""
+
     @property
-    def n_layer(self) -> int: ...
+    def n_layer(self) -> int:
+        """Number of blocks."""
+
     @property
-    def n_head(self) -> int: ...
+    def n_head(self) -> int:
+        """Number of attention heads."""
+
     @property
-    def n_embd(self) -> int: ...
+    def n_embd(self) -> int:
+        """Width of the model."""
+
     @property
-    def ffw(self) -> int: ...
+    def ffw(self) -> int:
+        """Width of the MLP."""
+
     @property
-    def seq_length(self) -> int: ...
+    def seq_length(self) -> int:
+        """Tokens per sequence."""
+
     @property
-    def padded_vocab(self) -> int: ...
+    def padded_vocab(self) -> int:
+        """Rows of the embedding."""
+
     @property
-    def tied_head(self) -> bool: ...
+    def tied_head(self) -> bool:
+        """Whether the head is the token embedding."""
 
 
 class Growth(ABC):
-    """How the weights of a larger GPT are made from those of a smaller one that has been trained.
+    """Computes the initial weights of a larger GPT from those of a smaller, trained one.
 
-    Weights go by the names of our GPT (`wte.weight`, `blocks.3.mlp.up.weight`). The result depends on the weights, the
-    two shapes, the gradients and the seed alone.
+    Weights have the names of our GPT (`wte.weight`, `blocks.3.mlp.up.weight`). The result depends only on the weights,
+    the two shapes, the gradients and the seed.
     """
 
     steps: int = 0
-    """Number of batches for which the growth asks for gradients before the first step of the run."""
+    """Number of batches for which the growth needs gradients before the first step of the run."""
 
     def check_supported(self, small: Shape, large: Shape) -> None:
         """Check that the smaller model can be grown to the larger one.
 
         Raises:
-            UserError: if it cannot; the message names the key of the `model` block to change.
+            UserError: names the key of the `model` block to change.
         """
         for name, key in PRESERVED.items():
             mine, theirs = getattr(large, name), getattr(small, name)
@@ -138,7 +153,7 @@ class Growth(ABC):
             )
 
     def flops(self, small: Shape, large: Shape) -> float:
-        """Return the FLOPs of the growth itself, without those of the model that computes the gradients."""
+        """Return the FLOPs of the growth itself, not counting those of the gradients."""
         return 0.0
 
     @abstractmethod
@@ -150,7 +165,7 @@ class Growth(ABC):
 
 @block("mst.options")
 class NoOptions:
-    """Options of a method that has none."""
+    """The options of a method without options."""
 
 
 @dataclass(frozen=True)
@@ -168,6 +183,6 @@ class Method:
     options: type[Any] = NoOptions
     """The keys of `mst.options`: a class made with `validation.block`, or a frozen dataclass."""
     function: type[Any] | None = None
-    """A `WeightFunction`, constructed with the options."""
+    """The class of its `WeightFunction`, which is constructed with the options."""
     growth: type[Any] | None = None
-    """A `Growth`, constructed with the options."""
+    """The class of its `Growth`, which is constructed with the options."""

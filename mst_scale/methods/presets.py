@@ -1,4 +1,4 @@
-"""Lists the methods that are data alone: a schedule of sparsity, a policy for the masks, and the pattern of attention.
+"""Lists the methods that consist of data: a sparsity schedule, a policy for the masks, and an attention pattern.
 
     constant    one sparsity from the first step to the last       static, rigl, set, mest, snfs, fixed
     then_dense  fixed masks for most of the run, then dense        spdf
@@ -30,7 +30,7 @@ def constant(policy: str, sparsity: float = 0.8, **topology: Any) -> dict[str, A
 
 
 def then_dense(sparsity: float, share: float, **more: Any) -> dict[str, Any]:
-    """Return a preset of masks that stay fixed for this share of the run, followed by dense training."""
+    """Return a preset of fixed masks for this fraction of the run, followed by dense training."""
     return {
         "sparsity": {"variation": "sd", "max": sparsity, "warmup": 0, "ultra": share, **more},
         "topology": {"policy": "static", "random_ratio": None, **STILL},
@@ -77,8 +77,8 @@ PRESETS: dict[str, Method] = {
         "the masks of mst.masks, kept (to train a pruned model further)",
         {"masks": "zeros", **constant("static", 0.5, **STILL)},
     ),
-    # Every layer of the blocks is equally sparse, and embeddings and head are dense, as in the paper. The paper's dense
-    # phase is fine-tuning on another task; ours continues with the same text.
+    # All layers of the blocks have the same sparsity, and embeddings and head are dense, as in the paper. The paper's
+    # dense phase is fine-tuning on another task; ours continues on the same text.
     "spdf": Method(
         "a random topology that never changes, then dense",
         then_dense(0.75, 11 / 14, distribution="uniform"),

@@ -1,22 +1,23 @@
-"""One topology step in blocks of B × B weights, which are active or inactive together.
+"""Takes one topology step in blocks of B × B weights, which are active or inactive together.
 
-The blocks of a layer are treated as the weights of a smaller matrix. A block's score is the sum of its weights' scores:
-L1 norms, Σ|w| to prune and Σ|g| to grow, with the mean gradient of the whole batch; Σ|w·g| if a policy ranks by |w·g|.
-`evolve` then prunes and grows blocks by the same rules: targets are numbers of blocks, ties go to the lower block, and
-random growth is keyed by (seed, step, layer). A parameter of shape (rows, …) is a matrix of `rows` rows, tiled from its
-corner; the last block row and column are narrower if B does not divide. Block (i, j) has number i · ⌈columns/B⌉ + j. A
-narrow block competes with the norm it has: its product costs as much as that of a full one.
+The blocks of a layer are treated as the weights of a smaller matrix. The score of a block is the sum of the scores of
+its weights: L1 norms, Σ|w| to prune and Σ|g| to grow, with the mean gradient of the whole batch (Σ|w·g| if a policy
+ranks by |w·g|). `evolve` then prunes and grows blocks by the same rules: targets are numbers of blocks, ties go to the
+lower block, and random growth is keyed by (seed, step, layer). A parameter of shape (rows, …) is a matrix of `rows`
+rows, tiled from its first corner; the last block row and column are narrower if B does not divide the matrix. Block
+(i, j) has number i · ⌈columns/B⌉ + j. The norm of a narrow block is not rescaled, because its product costs as much as
+that of a full block.
 
 A rank holds a slice of the flattened matrix, which may begin and end inside a block. Scores are summed over ranks as
-integers, so the sums do not depend on where the slices are split. From there on every rank holds all scores and takes
-the step alone. One step sends 4 bytes per block for the active weights, and 8 per block and score of the layers that
-change: 20 in all for `mst`, or 20/B² bytes per weight: 10 MB for GPT-2 small in blocks of 16.
+integers, so the sums do not depend on how the matrix is sliced. Then every rank has all scores and takes the step
+without communication. One step sends 4 bytes per block for the active weights, and 8 bytes per block and score of the
+layers that change: 20 in all for `mst`, or 20/B² bytes per weight (10 MB for GPT-2 small in blocks of 16).
 
 Masks still have one bit per weight of the slice. At least `least` blocks stay active in every block row and column:
-blocks are pruned from the smallest score up, and one whose row or column is down to `least` active blocks is skipped
-for good, since counts only fall. The blocks skipped when nothing is left to prune are those that must stay: pruning the
-smallest of the others is that rule, however many are pruned. If they are more than the target, the layer keeps all of
-them.
+blocks are pruned in ascending order of their scores, and a block whose row or column has only `least` active blocks
+left is skipped for good, since counts only fall. The blocks skipped in this way when nothing is left to prune must
+stay, and the smallest of all others are pruned, however many are pruned. If more blocks must stay than the target
+allows, the layer keeps all of them.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ from mst_scale.mixed_growing.random_k import Permutation
 from mst_scale.mixed_growing.scores import INFINITY_KEY, Scores, peak_keys
 from mst_scale.shard import Shard
 
-ALONE = Exchange()  # the blocks' scores are the same on every rank
+ALONE = Exchange()  # every rank has the scores of all blocks
 CPU = torch.device("cpu")
 PEAK_BIT = 46  # of the fixed-point grid: 2^14 weights of a block below 2^47 each sum to less than 2^61
 LARGEST = torch.finfo(torch.float32).max
@@ -53,7 +54,7 @@ class Elements:
     """Granularity in single weights."""
 
     side: ClassVar[int] = 1
-    words = ""
+    suffix = ""
 
     def grid_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
         """Return the shape itself: targets count weights."""
@@ -75,8 +76,8 @@ class Blocks:
     least: int
 
     @property
-    def words(self) -> str:
-        """The granularity, for log lines."""
+    def suffix(self) -> str:
+        """The granularity, for messages."""
         return f" in blocks of {self.side} × {self.side}"
 
     def grid_shape(self, shape: Sequence[int]) -> tuple[int, int]:
@@ -99,7 +100,7 @@ class Blocks:
         regrow: bool = True,
         gradient_size: bool = True,
     ) -> list[Change]:
-        """Do what `evolve.evolve` does, in blocks: targets and counts are in blocks, bits are of weights."""
+        """Do what `evolve.evolve` does, in blocks: targets and counts are numbers of blocks, bits are of weights."""
         if not layers:  # the optimizer has only updated vectors
             return []
         views = _views(layers, self.side, exchange)
@@ -116,10 +117,10 @@ class Blocks:
         blocks = {x.name: Layer(x.mask, x.mask.active, torch.empty(x.grid.numel)) for x in views}  # as they are
         for i, view in enumerate(changing):
             grow = norms[policy.grow][i] if policy.grow in norms else None
-            blocks[view.name] = view.competing(norms[policy.prune][i], self.least, grow)
+            blocks[view.name] = view.ranked(norms[policy.prune][i], self.least, grow)
         changes = elements.evolve(
             list(blocks.values()),
-            policy=replace(policy, prune=BY_WEIGHT, grow=BY_GRADIENT),  # the layers of blocks hold norms in their place
+            policy=replace(policy, prune=BY_WEIGHT, grow=BY_GRADIENT),  # `blocks` hold norms as weights and gradients
             update_fraction=update_fraction,
             seed=seed,
             step=step,
@@ -139,11 +140,11 @@ class Blocks:
         if how == "magnitude":
             peaks = peak_keys([layer.scores(BY_WEIGHT) for layer in layers], exchange)
             for view, norm in zip(views, _norms(BY_WEIGHT, views, peaks, exchange), strict=True):
-                blocks.append(view.competing(norm, self.least))
+                blocks.append(view.ranked(norm, self.least))
         else:
             for view in views:  # the last places are pruned first
                 order = Permutation(view.grid.numel, "start", seed, view.name, device=CPU)
-                blocks.append(view.competing(-order.place(torch.arange(view.grid.numel)), self.least))
+                blocks.append(view.ranked(-order.place(torch.arange(view.grid.numel)), self.least))
         changes = elements.sparsify(blocks, how=how, seed=seed, exchange=ALONE)
         for layer in layers:
             if layer.mask.ever is not None:
@@ -152,13 +153,13 @@ class Blocks:
 
 
 def granularity_of(stated: Literal["element", "channel"] | BlockGranularity) -> Elements | Blocks:
-    """Return the granularity that a config states for masks of single matrices."""
+    """Return the granularity of a config, for masks of single matrices."""
     return Elements() if isinstance(stated, str) else Blocks(stated.block, stated.min_blocks)
 
 
 @dataclass(frozen=True)
 class _View:
-    """A layer as a matrix of its blocks, on the CPU, the same on every rank."""
+    """A layer as a matrix of its blocks, on the CPU and the same on every rank."""
 
     layer: Layer
     sliced: BlockedShard
@@ -173,8 +174,8 @@ class _View:
     def grid(self) -> Grid:
         return self.sliced.grid
 
-    def competing(self, prune: Tensor, least: int, grow: Tensor | None = None) -> Layer:
-        """The layer of blocks, ranked by `prune` and `grow`, with the blocks protected that must stay."""
+    def ranked(self, prune: Tensor, least: int, grow: Tensor | None = None) -> Layer:
+        """Return the layer of blocks, ranked by `prune` and `grow`, with the blocks that must stay protected."""
         stays = must_stay(prune, self.mask.flags(), self.grid.shape, least)
         count = int(stays.sum())
         target = max(self.layer.target, count)
@@ -198,7 +199,7 @@ class _View:
 
 
 def _dense(layer: Layer, grid: Grid) -> LayerMask:
-    """A dense mask of the layer's blocks."""
+    """Return a dense mask of the layer's blocks."""
     mask = LayerMask(Shard.whole(layer.mask.name, grid.shape), CPU)
     if layer.mask.ever is not None:
         mask.track_ever()
@@ -206,7 +207,7 @@ def _dense(layer: Layer, grid: Grid) -> LayerMask:
 
 
 def _views(layers: Sequence[Layer], side: int, exchange: Exchange) -> list[_View]:
-    """The layers as matrices of blocks, with masks from the weights' masks on all ranks."""
+    """Return the layers as matrices of blocks, whose masks combine the weights' masks of all ranks."""
     slices = [BlockedShard.of(layer.mask, side) for layer in layers]
     counts = torch.cat([_counts(layer.mask, sliced) for layer, sliced in zip(layers, slices, strict=True)])
     of_each = exchange.sum(counts).split([sliced.grid.numel for sliced in slices])
@@ -217,7 +218,7 @@ def _views(layers: Sequence[Layer], side: int, exchange: Exchange) -> list[_View
 
 
 def _counts(mask: LayerMask, sliced: BlockedShard) -> Tensor:
-    """The active weights in the slice's part of each block, plus 2^16 times those that ever were."""
+    """Count the active weights in the slice's part of each block, plus 2^16 times those that were ever active."""
     counts = sliced.count(mask.bits)
     if mask.ever is not None:
         counts += sliced.count(mask.ever) << 16
@@ -225,14 +226,14 @@ def _counts(mask: LayerMask, sliced: BlockedShard) -> Tensor:
 
 
 def _block_mask(layer: Layer, grid: Grid, counts: Tensor) -> LayerMask:
-    """The mask of the blocks, from `_counts` summed over ranks."""
+    """Return the mask of the blocks, from `_counts` summed over ranks."""
     sizes = grid.sizes()
     mask = _dense(layer, grid)
     for what, count in (("mask", counts & 0xFFFF), ("coverage", counts >> 16)):
         if not ((count == 0) | (count == sizes)).all():
             raise RuntimeError(
                 f"{mask.name}: its {what} does not consist of whole {grid.side} × {grid.side} blocks. It was trained "
-                "with another granularity, or is damaged: resume from the last checkpoint"
+                "with another granularity or is corrupt: resume from the last checkpoint"
             )
     active = (counts & 0xFFFF) > 0
     if mask.ever is not None:
@@ -242,7 +243,7 @@ def _block_mask(layer: Layer, grid: Grid, counts: Tensor) -> LayerMask:
 
 
 def _norms(criterion: Criterion, views: Sequence[_View], peaks: Sequence[int], exchange: Exchange) -> list[Tensor]:
-    """The score Σ|score| of every block in float32, the same bits for any split; sends 8 bytes per block.
+    """Return Σ|score| of every block in float32, bit-identical for any split over ranks; sends 8 bytes per block.
 
     Each |score| is truncated to a multiple of 2^-46 of the layer's largest score (`peaks`, from `peak_keys`), which
     does not change scores above 2^-23 of it. The sum is exact and rounded at the end. An infinity counts as the largest
@@ -313,7 +314,7 @@ class BlockedShard:
         return self.shard.cut.column_axis.length
 
     def _totals(self, numbers: Callable[[int, int], Tensor]) -> Tensor:
-        """Sum `numbers(a, b)`, int64 values of the slice's [a, b), over the slice's part of each block."""
+        """Sum the int64 values `numbers(a, b)` of positions [a, b) over the slice's part of each block."""
         grid, shard, width = self.grid, self.shard, self.width
         total = torch.zeros(grid.shape, dtype=torch.int64, device=self.device)
         for first, last in self._row_spans():
@@ -331,7 +332,7 @@ class BlockedShard:
         return numbers.new_zeros(len(numbers), across).index_add_(1, self._block_columns(), numbers)
 
     def _row_spans(self) -> Iterator[tuple[int, int]]:
-        """The rows that the slice touches, in spans that stay in cache."""
+        """Yield the rows that the slice overlaps, in spans that stay in cache."""
         if not self.shard.length:
             return
         first, last = self.shard.start // self.width, -(-self.shard.stop // self.width)
@@ -371,13 +372,15 @@ class BlockedShard:
 def must_stay(score: Tensor, active: Tensor, shape: tuple[int, int], least: int) -> Tensor:
     """Return flags of the blocks that must stay so that no block row or column has fewer than `least`.
 
-    The rule in the file's docstring is sequential; here it is settled in rounds. A block is pruned for certain if it
-    would be even if all smaller open blocks of its row and of its column were pruned; it stays for certain once its row
-    or column has none to spare.
+    The rule in the file's docstring is sequential; this function applies it in rounds. A block is certainly pruned if
+    it would be even if all smaller undecided blocks of its row and its column were pruned; it certainly stays once its
+    row or column has no block to spare.
 
     Args:
         score: ranks the active blocks; ties go to the lower number.
-        active: flags of the active blocks; a row with fewer than `least` of them keeps them all.
+        active: flags of the active blocks.
+        shape: the number of block rows and columns.
+        least: the fewest active blocks; a row or column with fewer keeps all of them.
     """
     if least == 0 or not active.any():
         return torch.zeros_like(active)
@@ -385,23 +388,23 @@ def must_stay(score: Tensor, active: Tensor, shape: tuple[int, int], least: int)
     matrix = active.view(shape)
     row_spare = (matrix.sum(1) - least).clamp_(min=0)
     column_spare = (matrix.sum(0) - least).clamp_(min=0)
-    open_blocks = active.nonzero().view(-1)
-    open_blocks = open_blocks[torch.argsort(score[open_blocks], stable=True)]
+    undecided = active.nonzero().view(-1)
+    undecided = undecided[torch.argsort(score[undecided], stable=True)]
     stays = active.clone()
-    while open_blocks.numel():
-        row, column = open_blocks // across, open_blocks % across
+    while undecided.numel():
+        row, column = undecided // across, undecided % across
         open_ = (row_spare[row] > 0) & (column_spare[column] > 0)
-        open_blocks, row, column = open_blocks[open_], row[open_], column[open_]
+        undecided, row, column = undecided[open_], row[open_], column[open_]
         goes = (_earlier(row, shape[0]) < row_spare[row]) & (_earlier(column, shape[1]) < column_spare[column])
-        stays[open_blocks[goes]] = False
+        stays[undecided[goes]] = False
         row_spare -= torch.bincount(row[goes], minlength=shape[0])
         column_spare -= torch.bincount(column[goes], minlength=shape[1])
-        open_blocks = open_blocks[~goes]
+        undecided = undecided[~goes]
     return stays
 
 
 def _earlier(group: Tensor, groups: int) -> Tensor:
-    """The number of earlier entries of the same group."""
+    """Return the number of earlier entries of the same group."""
     order = torch.argsort(group, stable=True)
     counts = torch.bincount(group, minlength=groups)
     first = counts.cumsum(0) - counts

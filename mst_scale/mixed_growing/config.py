@@ -1,4 +1,4 @@
-"""The block `mst.topology`: how often Mixed-Growing moves the topology, how far, and by which scores."""
+"""Defines the block `mst.topology`: how often Mixed-Growing updates the topology, how much, and by which scores."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from mst_scale.validation import (
 
 if TYPE_CHECKING:
     _Side = int
-else:  # the GPU's kernels take 16 and more; 4 and 8 are there to compare with
+else:  # GPU kernels support 16 and more; 4 and 8 are for comparison
     _Side = Literal[4, 8, 16, 32, 64, 128]
 
 
 @block("mst.topology.granularity")
 class BlockGranularity:
-    """Masks of whole blocks: the weights of a block are active or inactive together."""
+    """Masks of square blocks, whose weights are active or inactive together."""
 
     block: _Side = Field(default=16, description="Side of a block, in weights.")
     min_blocks: StrictInt = Field(
@@ -43,7 +43,7 @@ class BlockGranularity:
 
 @block("mst.topology")
 class TopologyConfig:
-    """Mixed-Growing: how often the topology moves, how far, and by which scores."""
+    """Mixed-Growing: how often the topology is updated, how much, and by which scores."""
 
     interval: StrictInt | None = Field(
         default=None,
@@ -125,7 +125,7 @@ class TopologyConfig:
 
     @property
     def chosen(self) -> Policy:
-        """What is pruned and grown, with the shares that are stated here."""
+        """The policy, with the random share and λ of this config."""
         return policy(
             self.policy,
             random_share=self.random_ratio,
@@ -134,11 +134,16 @@ class TopologyConfig:
 
     @property
     def grows_by_dense_gradients(self) -> bool:
-        """Whether a topology step that grows needs gradients of weights that are masked."""
+        """Whether a topology step that grows needs the gradients of inactive weights."""
         return self.chosen.grows_by_gradient or self.grown_moments == "seeded"
 
     def reads_dense_gradients(self, update_fraction: float, denser: bool) -> bool:
-        """Whether a topology step with this share of swaps does; `denser`: its target is above what is alive."""
+        """Return whether a topology step needs the gradients of inactive weights.
+
+        Args:
+            update_fraction: the update fraction of the step.
+            denser: whether the number of active weights increases.
+        """
         grows = denser or (self.chosen.swaps and update_fraction > 0)
         return grows and self.grows_by_dense_gradients
 
@@ -146,15 +151,15 @@ class TopologyConfig:
         if self.policy not in POLICIES:
             near = difflib.get_close_matches(self.policy, POLICIES, n=1, cutoff=0.0)[0]
             known = ", ".join(POLICIES)
-            raise UserError(f"mst.topology.policy = {self.policy!r}: the nearest is {near!r} (there are {known})")
+            raise UserError(f"mst.topology.policy = {self.policy!r} is unknown: the nearest is {near!r} (of {known})")
 
 
 def grid_shape(shape: Sequence[int], side: int) -> tuple[int, int]:
-    """Block rows and columns of a matrix; those at its edges may be narrower."""
+    """Return the numbers of block rows and columns of a matrix; the last ones may be narrower."""
     return -(-shape[0] // side), -(-math.prod(shape[1:]) // side)
 
 
 def fewest(grid: tuple[int, int], min_blocks: int) -> int:
-    """The fewest blocks that give every block row and column its least."""
+    """Return the smallest number of blocks with `min_blocks` in every block row and column."""
     down, across = grid
     return max(down * min(min_blocks, across), across * min(min_blocks, down))

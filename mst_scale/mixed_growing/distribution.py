@@ -1,15 +1,15 @@
-"""Computes how many weights each layer keeps, so that together they meet the global target.
+"""Computes the number of active weights of each layer, so that all layers together meet the global target.
 
-Sparse layers share the budget by density_l ∝ r_l, at most 1 (a layer that exceeds it is dense, and the rest is
+Sparse layers share the budget by density_l ∝ r_l, at most 1 (a layer that would exceed 1 is dense, and the others are
 rescaled):
 
     erdos-renyi   r = (n_in + n_out) / (n_in · n_out)          without kernel dimensions
     erk           r = Σ dims / Π dims                          the same for matrices, with kernel dimensions
     uniform       r = 1
 
-It computes in integers: count_l = ε · r_l · n_l, rounded half up, where the exact rational ε meets (1 − S)·Σ n_l. So
-each layer is within half a weight of its share, the global count within half a weight per layer, and a lower sparsity
-never takes a weight from any layer. A layer with weights keeps at least one if S < 1.
+All arithmetic is exact: count_l = ε · r_l · n_l, rounded half up, where the rational ε meets (1 − S)·Σ n_l. So each
+layer is within half a weight of its share, the global count is within half a weight per layer, and a lower sparsity
+never takes a weight from any layer. Every layer keeps at least one weight if S < 1.
 
 `plan` computes how many weights a layer prunes and grows to reach its count, by the equations of `evolve`.
 """
@@ -55,7 +55,7 @@ def active_counts(shapes: Sequence[Shape], sparsity: float, kind: str = "erdos-r
 
 
 def _shares(sizes: Sequence[int], mass: Sequence[int], sparsity: float) -> list[Fraction]:
-    """The exact share of each layer: min(n_l, ε·mass_l), with ε such that they sum to (1 − S)·Σ n_l."""
+    """Return the exact share of each layer: min(n_l, ε·mass_l), with ε such that they sum to (1 − S)·Σ n_l."""
     budget = (1 - Fraction(sparsity)) * sum(sizes)
     sparse = [layer for layer, size in enumerate(sizes) if size > 0]
     shares = [Fraction(size) for size in sizes]
@@ -66,7 +66,7 @@ def _shares(sizes: Sequence[int], mass: Sequence[int], sparsity: float) -> list[
             for layer in sparse:
                 shares[layer] = rate * mass[layer]
             break
-        # a full layer leaves budget to the others, so the rate only rises and full layers stay full
+        # dense layers leave more budget to the others, so the rate only rises and dense layers stay dense
         budget -= sum(sizes[layer] for layer in full)
         sparse = [layer for layer in sparse if rate * mass[layer] < sizes[layer]]
     return shares

@@ -1,6 +1,6 @@
-"""PART 2, Mixed-Growing: one topology step of all layers, each to exactly its target.
+"""PART 2, Mixed-Growing: takes one topology step of all layers, each to exactly its target.
 
-This is Algorithm 2 of the paper, as intended there. A of a layer's n weights are active, and A' shall be:
+This is Algorithm 2 of the paper (with its misprints corrected). Of a layer's n weights A are active, and A' shall be:
 
     N_prune = max(⌊ζ·A⌋, A − A')        the smallest |w| among the active weights
     N_grow  = N_prune + A' − A
@@ -9,7 +9,7 @@ This is Algorithm 2 of the paper, as intended there. A of a layer's n weights ar
 
 g is the dense gradient of the whole batch, reduced over ranks, before masking. A weight pruned in this step may grow
 back (an option, on by default). It then keeps its value and its moments, and counts neither as pruned nor as grown.
-Without this option N_prune is at most n − A', so that there is enough to grow. Protected weights are never pruned. A
+Without this option N_prune is at most n − A', so that enough weights can grow. Protected weights are never pruned. A
 layer whose target is n becomes dense: everything grows and nothing is pruned. `distribution.plan` computes the numbers.
 
 The new masks depend only on (weights, gradients, seed, step, layer name) and are bit-identical for any number of ranks.
@@ -37,15 +37,15 @@ from mst_scale.mixed_growing.top_k import Request, select
 
 @dataclass(frozen=True)
 class Layer:
-    """One layer's inputs: flat views of this rank's slice, and how many of all its weights shall be active."""
+    """The inputs of one layer: flat views of this rank's slice, and the target number of active weights."""
 
     mask: LayerMask
     target: int
     weight: Tensor
     gradient: Tensor | None = None
-    """Dense: reduced over ranks and micro-batches, not masked."""
+    """The dense gradient: reduced over ranks and micro-batches, not masked."""
     momentum: Tensor | None = None
-    """Dense too: an average of such gradients. (Adam's first moment is 0 for all inactive weights.)"""
+    """A moving average of dense gradients. (Adam's first moment is 0 for all inactive weights.)"""
     protected: Tensor | None = None
     """Packed bits of active weights that must not be pruned; at most `target` on all ranks together."""
     protected_count: int = 0
@@ -71,7 +71,7 @@ class Layer:
 
 @dataclass(frozen=True)
 class Change:
-    """What a topology step did to one layer. Counts are over all ranks; bits are of this rank's slice."""
+    """The result of a topology step for one layer. Counts are over all ranks; bits are of this rank's slice."""
 
     name: str
     numel: int
@@ -79,7 +79,7 @@ class Change:
     """Active weights before the step."""
     active: int
     length: int = field(repr=False)
-    """Weights of the slice."""
+    """Number of weights in the slice."""
     pruned: int = 0
     """Active before and inactive now."""
     grown: int = 0
@@ -89,12 +89,12 @@ class Change:
     by_score: int = 0
     by_random: int = 0
     ever_active: int | None = None
-    """Weights active at any time so far (ITOP); None if that is not counted or nothing changed."""
+    """Weights active at any time so far (ITOP); None if they are not counted or nothing changed."""
     pruned_bits: Tensor | None = field(default=None, repr=False)
-    """Packed; None: no weight on any rank."""
+    """Packed bits; None if no weight was pruned on any rank."""
     grown_bits: Tensor | None = field(default=None, repr=False)
     gradient_mean_square: float | None = None
-    """Mean of g² over the layer's weights, with which the second moment of a grown weight starts."""
+    """Mean of g² over the layer's weights, with which the second moments of grown weights start."""
 
     @property
     def churn(self) -> float:
@@ -126,6 +126,12 @@ def evolve(
     All ranks of the exchange must call it with the same layers in the same order.
 
     Args:
+        layers: the inputs.
+        policy: how weights are ranked, and the fraction that grows at random.
+        update_fraction: ζ.
+        seed: the seed of random growth.
+        step: the number of the step, on which random growth depends too.
+        exchange: the ranks.
         regrow: whether weights pruned in this step may grow back.
         gradient_size: whether to compute the mean square of the gradient of the layers that grow.
 
@@ -167,7 +173,7 @@ def evolve(
         if active != task.layer.target:
             raise RuntimeError(
                 f"{task.name}: {active} weights are active after the step instead of {task.layer.target}, so its mask "
-                "was changed since the last topology step: resume from the last checkpoint"
+                "has been changed since the last topology step: resume from the last checkpoint"
             )
     for task, (_, regrown, ever) in zip(tasks, totals, strict=True):
         changes[task.name] = task.commit(regrown, ever, sizes.get(task.name))
@@ -178,7 +184,10 @@ def sparsify(layers: Sequence[Layer], *, how: str, seed: int, exchange: Exchange
     """Make dense masks sparse before the first step, keeping `target` weights of each layer.
 
     Args:
-        how: "magnitude" keeps the largest weights, "random" any.
+        layers: the inputs.
+        how: "magnitude" keeps the largest weights, "random" keeps random ones.
+        seed: the seed of a random choice.
+        exchange: the ranks.
     """
     if how not in ("magnitude", "random"):
         raise UserError(f"mst.sparsity.initial = {how!r} is unknown: choose magnitude or random")
@@ -203,7 +212,7 @@ def sparsify(layers: Sequence[Layer], *, how: str, seed: int, exchange: Exchange
 
 @dataclass
 class _Task:
-    """A layer that changes, on its way to the new mask; bits are packed and of this rank's slice."""
+    """A layer that changes, during a topology step; bits are packed and of this rank's slice."""
 
     layer: Layer
     plan: Plan
@@ -213,20 +222,20 @@ class _Task:
     free: Tensor = field(init=False)
     """Weights that may still grow."""
     free_count: int = field(init=False)
-    """The number of these on all ranks."""
+    """Their number on all ranks."""
 
     @property
     def name(self) -> str:
         return self.layer.mask.name
 
     def request(self, criterion: Criterion | None, bits: Tensor | None, candidates: int, want: int) -> Request:
-        """A choice among `bits`, of `candidates` on all ranks; without a criterion, at random."""
+        """Request `want` of the weights in `bits`, of which all ranks have `candidates`; at random if no criterion."""
         mask = self.layer.mask
         scores = self.layer.scores(criterion) if criterion and want else None
         return Request(mask.shard, bits, candidates, want, mask.device, scores)
 
     def prunable(self) -> tuple[Tensor | None, int]:
-        """Bits of the active weights that are not protected, and their count over all ranks."""
+        """Return the bits of the active weights that are not protected, and their count over all ranks."""
         mask, protected = self.layer.mask, self.layer.protected
         if protected is None:
             return mask.bits, mask.active
@@ -245,7 +254,7 @@ class _Task:
         self.free_count -= count
 
     def local_counts(self) -> list[int]:
-        """The active, regrown and ever active weights of this rank's slice."""
+        """Count the active, regrown and ever active weights of this rank's slice."""
         ever = self.layer.mask.ever
         return [
             packed_bits.count(self.active),
@@ -279,7 +288,7 @@ class _Task:
 def peaks_of(
     layers: Sequence[Layer], ranking: Sequence[Criterion], gradient_size: bool, exchange: Exchange
 ) -> dict[Criterion, list[int]]:
-    """Return the `peak_keys` of the layers by criterion, those of the gradient too if its size is needed.
+    """Return the `peak_keys` of the layers by criterion, including those of the gradient if its size is needed.
 
     Raises:
         DivergedError: on all ranks, if a score is NaN.
@@ -308,7 +317,7 @@ def _unchanged(layer: Layer) -> Change:
 
 
 def active_mean_squares(layers: Sequence[tuple[LayerMask, Tensor]], exchange: Exchange) -> list[float]:
-    """Return the mean of g² over the active weights of each (mask, gradient), the same bits for any split."""
+    """Return the mean of g² over the active weights of each (mask, gradient), bit-identical for any split."""
     kept = []
     for mask, gradient in layers:
         own = gradient.clone()

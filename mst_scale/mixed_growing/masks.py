@@ -1,8 +1,8 @@
-"""The masks of this rank's slices of the sparse parameters, packed into bits.
+"""Holds the masks of this rank's slices of the sparse parameters, packed into bits.
 
-A `LayerMask` holds this rank's shard of the mask of one parameter, one bit per weight (parameters/8/ranks bytes). A
-layer whose weights are all active keeps no bits. `MaskSet` holds all of them, in parameter order, with the operations
-that checkpoints and the drift check need.
+A `LayerMask` is this rank's shard of the mask of one parameter, with one bit per weight (parameters/8/ranks bytes). A
+layer whose weights are all active has no bits. A `MaskSet` contains all of them, in parameter order, and implements the
+operations that checkpoints and the drift check need.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class LayerMask:
     """Number of weights in the slice."""
 
     def __post_init__(self) -> None:
-        self.length = self.shard.length  # read at every step
+        self.length = self.shard.length  # cached, as every step reads it
         if self.active < 0:
             self.active = self.numel
 
@@ -63,7 +63,7 @@ class LayerMask:
         return self.bits is None
 
     def packed(self) -> Tensor:
-        """Return the slice's bits, for a dense layer all ones."""
+        """Return the slice's bits; all ones for a dense layer."""
         return packed_bits.ones(self.length, self.device) if self.bits is None else self.bits
 
     def flags(self) -> Tensor:
@@ -104,14 +104,14 @@ class LayerMask:
                 packed_bits.retain_(flat, self.bits)
 
     def count_inactive(self, values: Tensor) -> int:
-        """Return how many values of this slice are not 0 at inactive weights."""
+        """Count the values of this slice that are not 0 at inactive weights."""
         return 0 if self.bits is None else packed_bits.count_outside(values, self.bits)
 
     def whole(self, exchange: Exchange) -> Tensor:
-        """Return the mask of the matrix that this rank multiplies with, from the slices of all ranks of ZeRO.
+        """Return the mask of the matrix that this rank multiplies by, from the slices of all ranks of ZeRO.
 
-        It is a temporary bool tensor. Each rank contributes its bits in their place; no two ranks set the same bit, so
-        sums of bytes never carry.
+        The result is a temporary bool tensor. Each rank contributes its bits at their positions. No two ranks set the
+        same bit, so sums of bytes never carry.
         """
         start, numel = self.shard.start, self.shard.local_numel
         joined = packed_bits.zeros(numel + 8, self.device)
@@ -142,7 +142,7 @@ class LayerMask:
         return total % 2**64
 
     def _digest_of_scattered(self, key: int) -> int:
-        """The same, bit by bit, for a slice that consists of many pieces of the parameter."""
+        """Compute the digest bit by bit, for a slice that is not contiguous in the parameter."""
         assert self.bits is not None
         total = 0
         for a, b in packed_bits.spans(self.length, self.device):
@@ -205,14 +205,15 @@ class MaskSet:
         return {m.name: StoredMask(m.shard, m.active, at_rest(m.bits), at_rest(m.ever)) for m in self}
 
     def load(self, ranks: Sequence[Mapping[str, StoredMask]]) -> None:
-        """Load masks written by any number of ranks, sliced to what this rank holds.
+        """Load masks written by any number of ranks, resliced to the shards of this rank.
 
         Raises:
-            UserError: if the masks are those of another model; `Damaged` if they are incomplete or inconsistent.
+            UserError: if the masks belong to another model.
+            Damaged: if the masks are incomplete or inconsistent.
         """
         foreign = sorted({name for shards in ranks for name in shards} - set(self.names))
         if foreign:
-            raise UserError(f"the masks hold {foreign[0]}, which is not a sparse parameter of this model")
+            raise UserError(f"the masks contain {foreign[0]}, which is not a sparse parameter of this model")
         fresh = {}
         for layer in self:
             pieces = [shards[layer.name] for shards in ranks if layer.name in shards]
@@ -220,7 +221,7 @@ class MaskSet:
         for layer in self:
             counting = layer.ever is not None
             layer.active, layer.bits, layer.ever = fresh[layer.name]
-            if counting and layer.ever is None:  # the run that wrote the mask did not count: start now
+            if counting and layer.ever is None:  # the run that wrote the mask did not count them
                 layer.track_ever()
 
     def digests(self, exchange: Exchange | Exchanges) -> list[int]:
@@ -235,7 +236,9 @@ class MaskSet:
         """Check that no mask has changed since `digests` returned `expected`.
 
         Args:
-            replicas: ranks that hold shards of the same layers, which are compared with each other too.
+            expected: the digests after the last topology step.
+            exchange: the ranks that hold each mask together.
+            replicas: ranks whose masks must be equal, if they are to be compared too.
 
         Raises:
             RuntimeError: on all ranks, if a mask has changed.
@@ -267,7 +270,7 @@ def assemble(shards: Sequence[StoredMask], name: str = "mask") -> Tensor:
 
 
 def ever_active(shards: Sequence[StoredMask]) -> int | None:
-    """Return how many weights of a parameter were ever active, from the shards of all ranks; None if not counted."""
+    """Count the weights of a parameter that were ever active, from the shards of all ranks; None if not counted."""
     ever = _whole(shards, "mask").ever
     return None if ever is None else packed_bits.count(ever)
 
@@ -285,9 +288,9 @@ def sha256(packed: Tensor) -> str:
 
 
 def _reslice(layer: LayerMask, pieces: Sequence[StoredMask]) -> tuple[int, Tensor | None, Tensor | None]:
-    """(active, bits, ever) of the layer's slice, from pieces that cover it and may overlap."""
+    """Return (active, bits, ever) of the layer's slice, from pieces that cover it and may overlap."""
     if not pieces:
-        raise UserError(f"there is no mask of {layer.name}: the checkpoint is of another model, or a file is missing")
+        raise UserError(f"the checkpoint has no mask of {layer.name}: it is of another model, or a file is missing")
     for piece in pieces:
         if piece.shard.shape != layer.shape:
             raise UserError(f"the mask of {layer.name} has shape {piece.shard.shape}, but the model has {layer.shape}")
@@ -301,7 +304,7 @@ def _reslice(layer: LayerMask, pieces: Sequence[StoredMask]) -> tuple[int, Tenso
 
 
 def _gather(layer: LayerMask, pieces: Sequence[tuple[StoredMask, Tensor | None]]) -> Tensor:
-    """The bits of the layer's slice, from pieces that cover it."""
+    """Return the bits of the layer's slice, from pieces that cover it."""
     for piece, packed in pieces:
         if packed is None or packed.numel() != packed_bits.byte_count(piece.shard.length):
             raise Damaged(f"the mask of {layer.name} at weight {piece.shard.start} is truncated")
@@ -311,7 +314,7 @@ def _gather(layer: LayerMask, pieces: Sequence[tuple[StoredMask, Tensor | None]]
 
 
 def _gather_ranges(layer: LayerMask, pieces: Sequence[tuple[StoredMask, Tensor | None]]) -> Tensor:
-    """For pieces that are ranges of the flattened parameter: each position takes the piece that reaches furthest."""
+    """Gather from ranges of the flattened parameter; at each position, use the piece that reaches furthest."""
     starts = [piece.shard.in_a_row or 0 for piece, _ in pieces]
     position = layer.shard.in_a_row or 0
     end = position + layer.length
@@ -333,7 +336,7 @@ def _gather_ranges(layer: LayerMask, pieces: Sequence[tuple[StoredMask, Tensor |
 
 
 def _gather_scattered(layer: LayerMask, pieces: Sequence[tuple[StoredMask, Tensor | None]]) -> Tensor:
-    """For any pieces, through the whole parameter with one byte per weight; 2 marks a weight of no piece."""
+    """Gather from any pieces through the whole parameter, with one byte per weight; 2 marks a weight of no piece."""
     whole = torch.full((layer.numel,), 2, dtype=torch.uint8)
     for piece, packed in pieces:
         assert packed is not None

@@ -18,8 +18,8 @@ log = logging.getLogger("mst_scale")
 _INTEGER_OF_SIZE = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-CPU_SPAN = 1 << 20  # weights handled at once: 4 MB of float32; smaller spans are no faster and start more threads
-DEVICE_SPAN = 1 << 24  # 64 MB: launches cost more than traffic
+CPU_SPAN = 1 << 20  # weights per span, 4 MB of float32; smaller spans are no faster and start more threads
+DEVICE_SPAN = 1 << 24  # 64 MB, because launches cost more than memory traffic
 
 
 def spans(length: int, device: torch.device) -> Iterator[tuple[int, int]]:
@@ -30,7 +30,7 @@ def spans(length: int, device: torch.device) -> Iterator[tuple[int, int]]:
 
 
 def byte_count(length: int) -> int:
-    """Return the bytes of `length` bits."""
+    """Return the number of bytes of `length` bits."""
     return (length + 7) // 8
 
 
@@ -45,7 +45,7 @@ def ones(length: int, device: torch.device) -> Tensor:
 
 
 def _clear_tail_(bits: Tensor, length: int) -> Tensor:
-    """Clears the bits past the end, as the format requires."""
+    """Clear the bits past the end, as the format requires."""
     if length % 8 and bits.numel():
         bits[-1] &= 0xFF << (8 - length % 8) & 0xFF
     return bits
@@ -85,7 +85,7 @@ def unpack(bits: Tensor, length: int) -> Tensor:
 
 
 def _unpack_by_shifts(bits: Tensor) -> Tensor:
-    """The same for a GPU, which shifts far faster than it gathers from a table."""
+    """Unpack on a GPU, where shifts are far faster than table look-ups."""
     shifts = torch.arange(7, -1, -1, dtype=torch.uint8, device=bits.device)
     return ((bits[:, None] >> shifts) & 1).view(torch.bool).view(-1)
 
@@ -116,13 +116,13 @@ def indices(bits: Tensor, length: int) -> Tensor:
 
 
 def test(bits: Tensor, where: Tensor) -> Tensor:
-    """Return whether the bits at these positions are set, as bool."""
+    """Return as bool whether the bits at these positions are set."""
     byte = bits.index_select(0, where >> 3).to(torch.int32)
     return ((byte >> (7 - (where & 7))) & 1).to(torch.bool)
 
 
 def add_(bits: Tensor, where: Tensor) -> None:
-    """Set the bits at distinct positions, all of them clear so far."""
+    """Set the bits at distinct positions, all of which must be clear."""
     bits.index_add_(0, where >> 3, (128 >> (where & 7)).to(torch.uint8))
 
 
@@ -135,13 +135,13 @@ def cut(bits: Tensor, begin: int, end: int) -> Tensor:
 
 
 def moved(bits: Tensor, by: int) -> Tensor:
-    """Return the bits moved on by `by` places (0 to 7), after zeros and with one more byte for the last of them."""
+    """Return the bits shifted towards the end by `by` (0 to 7) positions, with one more byte."""
     spilled = torch.cat([bits, bits.new_zeros(1)])
     return spilled if by == 0 else (spilled >> by) | (spilled.roll(1) << (8 - by))
 
 
 def join(pieces: list[tuple[Tensor, int]], device: torch.device) -> Tensor:
-    """Join shards (bits, length) end to end."""
+    """Concatenate shards (bits, length)."""
     length = sum(n for _, n in pieces)
     joined, position = zeros(length + 8, device), 0
     for bits, n in pieces:
@@ -154,8 +154,8 @@ def join(pieces: list[tuple[Tensor, int]], device: torch.device) -> Tensor:
 def retain_(values: Tensor, bits: Tensor) -> None:
     """Write exact zeros into the flat `values` where a bit is clear, over NaN too.
 
-    It takes one pass: each byte of bits looks up 8 words of all ones or all zeros, which are ANDed into the values. On
-    a GPU, where that lookup is slow, a Triton kernel stores the zeros (`zero_inactive`), or without Triton torch does.
+    This takes one pass: each byte of bits selects 8 words of all ones or all zeros, which are ANDed into the values. On
+    a GPU, where such look-ups are slow, a Triton kernel stores the zeros (`zero_inactive`); without Triton, torch does.
     """
     assert values.dim() == 1 and values.is_contiguous() and bits.numel() == byte_count(values.numel())
     if values.device.type != "cpu":
@@ -175,17 +175,17 @@ def retain_(values: Tensor, bits: Tensor) -> None:
 
 @cache
 def _gpu_kernel() -> Callable[[Tensor, Tensor], None] | None:
-    """The Triton kernel that zeroes inactive values; None if Triton is not installed."""
+    """Return the Triton kernel that zeroes inactive values; None if Triton is not installed."""
     try:
         from mst_scale.mixed_growing.zero_inactive import zero_inactive_
     except ImportError as error:
-        log.info("masks are applied without a Triton kernel (%s), which takes several times as long", error)
+        log.info("masks are applied without a Triton kernel (%s), which is several times slower", error)
         return None
     return zero_inactive_
 
 
 def count_outside(values: Tensor, bits: Tensor) -> int:
-    """Return how many values are not 0 where a bit is clear; NaN is not 0."""
+    """Count the values that are not 0 where a bit is clear; NaN is not 0."""
     assert values.dim() == 1 and bits.numel() == byte_count(values.numel())
     counts = [
         (values[begin:end].detach().ne(0) & ~unpack_span(bits, begin, end)).count_nonzero()
@@ -195,7 +195,7 @@ def count_outside(values: Tensor, bits: Tensor) -> int:
 
 
 def _bit_table() -> Tensor:
-    """(256, 8) int64: the bits of each byte, highest first."""
+    """Return (256, 8) int64: the bits of each byte, highest first."""
     return (torch.arange(256)[:, None] >> torch.arange(7, -1, -1)) & 1
 
 

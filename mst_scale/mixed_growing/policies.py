@@ -1,4 +1,4 @@
-"""Policies: which weights a topology step prunes and which it grows, as data.
+"""Defines policies: the criteria by which a topology step prunes and grows weights, as data.
 
     policy    prune the smallest    grow the largest            random share R
     mst       |w|                   |g|                         0.25
@@ -11,8 +11,8 @@
 
 The last two change masks only when the target changes: `static` keeps one sparsity, `gmp` follows a rising one (and
 would grow by gradient if its target fell). A score is an element-wise function of slices of (weight, gradient,
-momentum); its magnitude is what counts, so `w` itself stands for |w|. Planning reads policies without torch, so nothing
-here imports it.
+momentum). Weights are ranked by its magnitude, so `w` itself stands for |w|. This file does not import torch, because
+planning reads policies without it.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ Score = Callable[..., Any]
 
 
 def itself(values: Tensor) -> Tensor:
-    """Return the values: the score is the magnitude of one input."""
+    """Return the values unchanged, for a score that is the magnitude of one input."""
     return values
 
 
 def weight_and_gradient(w: Tensor, g: Tensor, share: float) -> Tensor:
-    """Return |w| + λ|g|, rounded twice: a fused multiply-add would round differently at the ends of a slice."""
+    """Return |w| + λ|g|, rounded twice, because a fused multiply-add rounds differently at the ends of a slice."""
     return g.abs().mul_(share).add_(w.abs())
 
 
@@ -63,7 +63,7 @@ class Policy:
     random_share: float = 0.25
     """R: fraction of the grown weights that are drawn at random."""
     swaps: bool = True
-    """Whether active weights are swapped for others at a constant target; False means that ζ counts as 0."""
+    """Whether weights are exchanged at a constant target; if not, ζ is taken as 0."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.random_share <= 1:
@@ -71,13 +71,13 @@ class Policy:
 
     @property
     def reads(self) -> frozenset[str]:
-        """The inputs that a topology step needs, of weight, gradient and momentum."""
+        """The inputs that a topology step needs: weight, gradient or momentum."""
         grow = self.grow.reads if self.random_share < 1 else ()
         return frozenset((*self.prune.reads, *grow))
 
     @property
     def grows_by_gradient(self) -> bool:
-        """Whether growth compares gradients of inactive weights, which other steps do not need."""
+        """Whether growth ranks weights by gradients of inactive weights, which other steps do not need."""
         return self.random_share < 1 and "gradient" in self.grow.reads
 
 
@@ -102,19 +102,24 @@ POLICIES = {
 
 
 def register(policy: Policy) -> Policy:
-    """Make a policy known, so that `mst.topology.policy` can name it.
+    """Register a policy, so that `mst.topology.policy` can select it by name.
 
     Raises:
         UserError: if another policy has this name.
     """
     if POLICIES.get(policy.name, policy) != policy:
-        raise UserError(f"policies.register: there already is a policy {policy.name!r}; choose another name")
+        raise UserError(f"policies.register: the name {policy.name!r} is in use by another policy; choose another")
     POLICIES[policy.name] = policy
     return policy
 
 
 def policy(name: str, *, random_share: float | None = None, mest_share: float | None = None) -> Policy:
-    """Return the policy of this name, if given with another R (`random_share`) or another λ (`mest_share`).
+    """Look up a policy.
+
+    Args:
+        name: its name.
+        random_share: replaces R.
+        mest_share: replaces λ of MEST.
 
     Raises:
         UserError: if there is no such policy, or it has no λ.

@@ -1,16 +1,18 @@
-"""Draws k candidates at random in layers whose shards lie on many ranks.
+"""Selects k random candidates in layers whose shards are on many ranks.
 
-Those are drawn that come first in a random order of the layer's weights, given by a key and without any table: an
-unbalanced Feistel network on index = L·b + R with a·b ≥ n, a ≈ b ≈ √n, and six rounds of table look-ups,
+It selects the candidates that come first in a random permutation of the layer's weights. The permutation is given by a
+key and needs little memory: an unbalanced Feistel network on index = L·b + R with a·b ≥ n, a ≈ b ≈ √n, and six rounds
+of table look-ups,
 
     L ← L + F0[R] mod a    R ← R + F1[L] mod b    …    L ← L + F4[R] mod a    R ← R + F5[L] mod b
 
 whose tables come from a hash of (seed, step, layer name). The order depends on these alone, not on a generator's state
-or the number of ranks. It is invertible, so the first places can be listed without looking at the rest: k random
+or the number of ranks. It is invertible, so the first places can be enumerated without visiting the rest: k random
 candidates cost about k/density look-ups instead of a hash of every weight. Places are distinct, so there are no ties.
 
-Places are keys as scores' bit patterns are (`top_k`), except that the bracket of the k-th needs no sample. Among the
-first p places are about p·C/places of the C candidates, so the k-th is near p = k·places/C, give or take √k.
+Places are used as keys in the same way as the bit patterns of scores (`top_k`), except that the bracket of the k-th
+needs no sample: the first p places contain about p·C/places of the C candidates, so the k-th is near p = k·places/C,
+with a deviation of about √k.
 """
 
 from __future__ import annotations
@@ -26,9 +28,9 @@ from mst_scale.mixed_growing import packed_bits
 from mst_scale.mixed_growing.top_k import Parts, Range, Request, bracketed, decided, joined
 from mst_scale.randomness import GOLDEN64, counter_hash
 
-ROUNDS = 6  # with four, weights one row apart are chosen together up to a quarter too often
+ROUNDS = 6  # with four rounds, weights one row apart are selected together up to 25 % too often
 SIGMAS = 6.0  # half width of the bracket in standard deviations of the k-th candidate's place
-SLACK = 16  # and in candidates
+SLACK = 16  # added to it, in candidates
 
 
 def select_at_random(requests: Sequence[Request], *, key: Sequence[int | str], exchange: Exchange) -> list[Tensor]:
@@ -54,10 +56,10 @@ def select_at_random(requests: Sequence[Request], *, key: Sequence[int | str], e
 
 
 def _split_places(request: Request, order: Permutation, bracket: Range) -> Parts:
-    """The candidates of the slice in the first places.
+    """Split the slice's candidates by a bracket of places.
 
-    Either the first places are listed and looked up, or the places of the slice's candidates are computed, whichever is
-    less work on this rank. Both give the same lists.
+    Either the first places are enumerated and mapped to weights, or the places of the slice's candidates are computed,
+    whichever is less work on this rank. Both give the same result.
     """
     low, high = bracket
     below = packed_bits.zeros(request.shard.length, request.device)
@@ -96,7 +98,10 @@ def _split_places(request: Request, order: Permutation, bracket: Range) -> Parts
 
 
 class Permutation:
-    """A random order of n weights: `place` maps flat indices to [0, places), `index` back; a few places are empty."""
+    """A random permutation of n weights: `place` maps flat indices to [0, places), and `index` is its inverse.
+
+    A few places are empty, as `places` can exceed n.
+    """
 
     def __init__(self, numel: int, *key: int | str, device: torch.device):
         self.numel = numel
@@ -142,13 +147,13 @@ def _subtract(x: Tensor, y: Tensor, modulus: int) -> Tensor:
 
 
 def _table(key: int, size: int, modulus: int) -> Tensor:
-    """`size` numbers in [0, modulus) from a 64-bit key; the bias of the remainder is below modulus/2^32."""
+    """Return `size` numbers in [0, modulus) from a 64-bit key; the bias of the remainder is below modulus/2^32."""
     hashed = mix64(torch.arange(1, size + 1) * _signed(GOLDEN64) + _signed(key))
     return ((hashed >> 32) & 0xFFFF_FFFF) % modulus
 
 
 def mix64(x: Tensor) -> Tensor:
-    """Apply `randomness.mix64` to int64 tensors: two's complement wraps as unsigned arithmetic does."""
+    """Apply `randomness.mix64` to int64 tensors; two's complement wraps like unsigned arithmetic."""
     x = (x ^ _shift_right(x, 30)) * _signed(0xBF58476D1CE4E5B9)
     x = (x ^ _shift_right(x, 27)) * _signed(0x94D049BB133111EB)
     return x ^ _shift_right(x, 31)

@@ -1,8 +1,8 @@
-"""The order of a layer's scores and their mean square, both exact: the same bits for any split over ranks.
+"""Orders the scores of a layer and computes their mean square, both bit-identical for any split over ranks.
 
-Scores are ordered by the bit pattern of |score| as float32, which orders non-negative floats as integers: it is the
-same on every device and can be divided into digits. Denormals, zeros of either sign and infinities have a place; a NaN
-is an error. A sum of floats depends on its order, so squares are added as integers:
+Scores are ordered by the bit pattern of |score| in float32, which orders non-negative floats as integers: it is the
+same on every device and can be divided into digits. Denormals, zeros of either sign and infinities are ordered too; a
+NaN is an error. A sum of floats depends on the order of addition, so squares are added as integers:
 
     mean = 4^(-e) · Σ trunc((2^e · g)²) / n,     e such that the largest (2^e · g)² lies in [2^28, 2^30)
 
@@ -29,7 +29,7 @@ INFINITY_KEY = 0x7F80_0000  # bit pattern of float32 +inf; NaNs are above
 
 @dataclass(frozen=True)
 class Scores:
-    """A layer's scores on this rank's slice: the magnitude of an element-wise function of flat tensors."""
+    """The scores of this rank's slice of a layer: magnitudes of an element-wise function of flat tensors."""
 
     name: str
     tensors: tuple[Tensor, ...]
@@ -45,7 +45,7 @@ class Scores:
         return self.function(*(tensor[where].to(torch.float32) for tensor in self.tensors))
 
     def keys(self, where: slice | Tensor, largest: bool) -> Tensor:
-        """Return int32 keys; the best score has the smallest key."""
+        """Return int32 keys of a part of the slice; the best score has the smallest key."""
         keys = self.values(where).contiguous().view(torch.int32) & 0x7FFF_FFFF
         return INFINITY_KEY - keys if largest else keys
 
@@ -91,7 +91,7 @@ def mean_squares(
 
 
 def _exponent(peak: int) -> int:
-    """The power of two that brings the largest |g| into [2^14, 2^15), limited to what float32 can express."""
+    """Return the exponent that scales the largest |g| into [2^14, 2^15), within the range of float32."""
     return min(max(14 - ((peak >> 23) - 127), -126), 127)
 
 

@@ -1,19 +1,19 @@
-"""Selects the k candidates of largest (or smallest) score in layers whose shards lie on many ranks.
+"""Selects the k candidates of largest (or smallest) score in layers whose shards are on many ranks.
 
-The result is exact, with ties going to the lower flat index. Every candidate has an integer key, the smallest is best:
-the bit pattern of its score, reversed for "largest". (`random_k` uses a place in a random order instead.)
+The result is exact, and ties go to the lower flat index. Every candidate has an integer key, of which the smallest is
+best: the bit pattern of its score, reversed for "largest". (`random_k` uses a place in a random permutation instead.)
 
 1. A strided sample, counted in 2 × 128 bins and summed over ranks, gives each layer a bracket [low, high) of keys that
    almost certainly contains the k-th.
-2. One pass over the scores splits the candidates: those below the bracket are chosen, those inside become a short list.
-   The global counts of the two tell whether the bracket was right; if not, the layer is split again.
-3. The list is narrowed digit by digit: a histogram of each open layer's digit is summed over ranks, and the bin that
-   contains the k-th is kept. A layer is done once the whole content of its bin is wanted. Among equal keys, the digits
-   of the flat index follow.
+2. One pass over the scores splits the candidates: those below the bracket are selected, those inside become a short
+   list. The global counts of both show whether the bracket was right; if not, the layer is split again.
+3. The list is narrowed digit by digit: a histogram of each unfinished layer's digit is summed over ranks, and the bin
+   that contains the k-th is kept. A layer is finished once its whole bin is selected. If keys are equal, the digits of
+   the flat index follow.
 
-All layers take part in the same all-reduces of a row of counts per open layer: the bytes sent grow with the number of
-layers, not of weights or ranks. Keys are never gathered and never sorted. Blocks are selected in the same way: the
-elements of a request are then blocks, and their scores are norms.
+All layers share the same all-reduces, with a row of counts per unfinished layer: the bytes sent grow with the number of
+layers, not with the number of weights or ranks. Keys are never gathered or sorted. Blocks are selected in the same way:
+the elements of a request are then blocks, and their scores are norms.
 """
 
 from __future__ import annotations
@@ -34,28 +34,28 @@ from mst_scale.shard import Shard
 
 SAMPLE = 1 << 14  # candidates sampled per layer, on all ranks together
 SAMPLE_BITS = 7
-SMALL = 1 << 16  # layers up to this size are listed whole
+SMALL = 1 << 16  # layers up to this size are not sampled: their list contains all candidates
 SIGMAS = 6.0  # half width of the bracket in standard deviations of the sample's count
-SLACK = 16  # and in samples, since small counts are not normally distributed
-SHORT = 1 / 16  # lists up to this share of the candidates may start at the best score
-DIGIT_BITS = (6, 12)  # narrow digits send less, 2^bits/bits counts per bit of the key, in a round or two more
-ROUND_BYTES = 1 << 14  # few layers get wider digits, until their histograms add up to 16 KiB
+SLACK = 16  # added to it, in samples, since small counts are not normally distributed
+SHORT = 1 / 16  # lists up to this fraction of the candidates may start at the best score
+DIGIT_BITS = (6, 12)  # narrow digits send less (2^bits/bits counts per bit of the key), but need one or two more rounds
+ROUND_BYTES = 1 << 14  # digits are wider for few layers, until their histograms add up to 16 KiB
 
 Range = tuple[int, int]
 
 
 @dataclass(frozen=True)
 class Request:
-    """A choice of `want` of a layer's candidates. Bits are this rank's, counts are over all ranks."""
+    """A request to select `want` of a layer's candidates. Bits are of this rank, counts are over all ranks."""
 
     shard: Shard
     bits: Tensor | None
-    """Packed candidates of the slice; None: every weight."""
+    """Packed candidates of the slice; None if every weight is one."""
     candidates: int
     want: int
     device: torch.device
     scores: Scores | None = None
-    """None if the choice is random."""
+    """None for a random selection."""
 
     def __post_init__(self) -> None:
         assert 0 <= self.want <= self.candidates <= self.shard.numel, (
@@ -73,15 +73,19 @@ class Parts:
     keys: Tensor
     """The keys inside the bracket."""
     where: Tensor
-    """The positions of these in the slice."""
+    """Their positions in the slice."""
 
 
 def select(
     requests: Sequence[Request], *, largest: bool, exchange: Exchange, peaks: Sequence[int] | None = None
 ) -> list[Tensor]:
-    """Return the packed bits of the chosen candidates of each layer's slice.
+    """Return the packed bits of the selected candidates of each layer's slice.
 
-    `peaks` are the results of `peak_keys`, if known already.
+    Args:
+        requests: one request per layer, in the same order on all ranks.
+        largest: whether to select the largest scores instead of the smallest.
+        exchange: the ranks.
+        peaks: the results of `peak_keys`, if they are known.
     """
 
     def decide(asked: list[tuple[int, Request]]) -> list[Tensor]:
@@ -107,14 +111,14 @@ def _scores(request: Request) -> Scores:
 def _sampled_brackets(
     requests: Sequence[Request], whole: Sequence[Range], largest: bool, exchange: Exchange
 ) -> list[Range]:
-    """A bracket of keys per layer; the whole range for small layers."""
+    """Return a bracket of keys for each layer; the whole range for small layers."""
     brackets = list(whole)
     sampled = [i for i, request in enumerate(requests) if request.shard.numel > SMALL]
     if not sampled:
         return brackets
     samples = [_sample(requests[i], largest) for i in sampled]
 
-    ends = []  # per layer: the sample ranks to enclose, and whether the list may start at the best score
+    ends = []  # per layer: positions in the sorted sample to enclose, and whether the list may start at the best score
     ranges = [whole[i] for i in sampled]
     count_type = count_type_of(requests)
     coarse, shifts = histograms(samples, ranges, SAMPLE_BITS, count_type, exchange)
@@ -138,7 +142,7 @@ def _sampled_brackets(
 
 
 def _sample(request: Request, largest: bool) -> Tensor:
-    """Keys of about SAMPLE candidates: the 8 weights of every s-th byte of the mask."""
+    """Return the keys of about SAMPLE candidates: the 8 weights of every s-th byte of the mask."""
     scores = _scores(request)
     wanted = max(1, SAMPLE * request.shard.numel // (8 * max(request.candidates, 1)))
     stride = max(1, request.shard.numel // 8 // wanted)
@@ -151,7 +155,10 @@ def _sample(request: Request, largest: bool) -> Tensor:
 
 
 def _enclose(cumulative: Sequence[int], span: Range, shift: int, first: int, last: int) -> Range:
-    """The keys of the bins that hold sample ranks first … last; open ends where the sample does not reach."""
+    """Return the range of keys of the bins that contain positions first … last of the sorted sample.
+
+    An end that the sample does not reach is the end of `span`.
+    """
     low, high = span
     begin = low if first <= 0 else low + (bisect_left(cumulative, min(first, cumulative[-1])) << shift)
     end = high if last >= cumulative[-1] else low + ((bisect_left(cumulative, max(last, 1)) + 1) << shift)
@@ -159,7 +166,7 @@ def _enclose(cumulative: Sequence[int], span: Range, shift: int, first: int, las
 
 
 def _split(request: Request, whole: Range, bracket: Range, largest: bool) -> Parts:
-    """One pass over the slice's scores."""
+    """Split the slice's candidates by a bracket of keys, in one pass over the scores."""
     rare = request.candidates * 8 <= request.shard.numel
     scores, (low, high) = _scores(request), bracket
     below: list[Tensor] = []
@@ -191,13 +198,13 @@ def _split(request: Request, whole: Range, bracket: Range, largest: bool) -> Par
     return joined(request, below, keys, where, torch.int32)
 
 
-# --- from brackets to the chosen candidates ---
+# --- from brackets to the selected candidates ---
 
 Splitter = Callable[[Request, Range, Range], Parts]
 
 
 def decided(requests: Sequence[Request], decide: Callable[[list[tuple[int, Request]]], list[Tensor]]) -> list[Tensor]:
-    """Return the chosen bits of each request; `decide` is only asked where neither nothing nor everything is wanted."""
+    """Return the selected bits of each request; call `decide` for those that want neither nothing nor everything."""
     chosen = [_trivial(request) for request in requests]
     asked = [(i, request) for i, request in enumerate(requests) if chosen[i] is None]
     if asked:
@@ -207,7 +214,7 @@ def decided(requests: Sequence[Request], decide: Callable[[list[tuple[int, Reque
 
 
 def _trivial(request: Request) -> Tensor | None:
-    """The chosen bits if nothing or everything is wanted, else None."""
+    """Return the selected bits if nothing or everything is wanted, else None."""
     if request.want == 0:
         return packed_bits.zeros(request.shard.length, request.device)
     if request.want == request.candidates:
@@ -222,9 +229,14 @@ def bracketed(
     split: Splitter,
     exchange: Exchange,
 ) -> list[Tensor]:
-    """Return the chosen bits of each request, given the range of its keys and a bracket in which the k-th should lie.
+    """Return the selected bits of each request.
 
-    `split` splits a layer at a bracket; it is called again for a layer whose bracket was wrong.
+    Args:
+        requests: the requests.
+        whole: the range of keys of each layer.
+        brackets: the range of keys that should contain the k-th.
+        split: splits a layer's candidates by a bracket; called again if the bracket was wrong.
+        exchange: the ranks.
     """
     brackets = list(brackets)
     parts: list[Parts | None] = [None] * len(requests)
@@ -259,7 +271,7 @@ def bracketed(
 def joined(
     request: Request, below: list[Tensor], keys: list[Tensor], where: list[Tensor], key_type: torch.dtype
 ) -> Parts:
-    """Join the lists of all spans; positions take 4 bytes if that is enough."""
+    """Concatenate the lists of all spans; positions take 4 bytes if that is enough."""
     device = request.device
     index_type = torch.int32 if request.shard.length < 2**31 else torch.int64
     return Parts(
@@ -271,7 +283,7 @@ def joined(
 
 @dataclass
 class _Open:
-    """A layer whose k-th key, or flat index among equal keys, is known to lie in [low, high)."""
+    """An unfinished layer, whose k-th key (or flat index among equal keys) is in [low, high)."""
 
     layer: int
     values: Tensor
@@ -289,7 +301,7 @@ def _refine(
     need: Sequence[int],
     exchange: Exchange,
 ) -> None:
-    """Adds to each part's `below` the `need` smallest (key, flat index) of its list."""
+    """Add the `need` smallest (key, flat index) of each part's list to its `below`."""
     layers = []
     for i, (part, (low, high)) in enumerate(zip(parts, brackets, strict=True)):
         if need[i] > 0:
@@ -330,7 +342,11 @@ def histograms(
     count_type: torch.dtype,
     exchange: Exchange,
 ) -> tuple[list[list[int]], list[int]]:
-    """Count each layer's values over all ranks in 2^digit_bits bins of its range; also return the shifts used."""
+    """Count each layer's values over all ranks in 2^digit_bits bins of its range.
+
+    Returns:
+        The counts of each layer, and the shift from values to bins.
+    """
     shifts = [max(0, (high - low - 1).bit_length() - digit_bits) for low, high in ranges]
     rows = [
         torch.bincount((value - low) >> shift, minlength=1 << digit_bits)
@@ -340,5 +356,5 @@ def histograms(
 
 
 def count_type_of(requests: Sequence[Request]) -> torch.dtype:
-    """Return the type of counts: 4 bytes unless a layer has more weights than they can count."""
+    """Return the dtype of counts: int32 unless a layer has too many weights for it."""
     return torch.int32 if all(request.shard.numel < 2**31 for request in requests) else torch.int64

@@ -1,7 +1,7 @@
 """Writes zeros where a packed mask is clear, on a GPU. Importing this file requires Triton.
 
-Values are not read: each program loads 1/8 byte of mask per weight and stores zeros at inactive weights, so one pass
-costs at most one write of the tensor. `packed_bits.retain_` is the definition, and runs on CPUs.
+Values are not read: each program loads 1/8 byte of mask per weight and stores zeros at inactive weights, so a pass
+costs at most one write of the tensor. `packed_bits.retain_` is the definition and also runs on CPUs.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The models: GPT-2's architecture and BERT's, and their loss.
+"""The models, which have the architectures of GPT-2 and BERT, and their loss.
 
 gpt              the GPT, with the norm (torch's or apex's), MLP and recomputation that both models use
 bert             BERT

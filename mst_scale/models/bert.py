@@ -1,4 +1,4 @@
-"""BERT for masked-language-model pretraining, with post-norm blocks and a transformed head.
+"""Implements BERT for masked-language-model pretraining, with post-norm blocks and a transformed head.
 
     x ← ln_e(wte[tokens] + wpe[0…T-1] + wtt[types])
     x ← ln_1(x + attention(x));   x ← ln_2(x + mlp(x))         for each block; attention sees both sides
@@ -97,5 +97,5 @@ class BERT(nn.Module):
         return self.head_product(x, weight, self.head_bias)
 
     def get_output_embeddings(self) -> nn.Module:
-        """Return the module whose weight the head multiplies with (`wte` for a tied head), as in transformers."""
+        """Return the module whose weight the head multiplies by (`wte` for a tied head), as in transformers."""
         return self.wte if self.lm_head is None else self.lm_head

@@ -1,4 +1,4 @@
-"""Computes the loss with little memory.
+"""Computes the cross-entropy loss with little memory.
 
     loss = mean over counted positions of  logsumexp(z) - z[target]        (or their sum / a given count)
     ∂loss/∂z = (softmax(z) - onehot(target)) / count
@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from mst_scale.errors import UserError
 from mst_scale.transforms import has_tangent, transformed
 
-IGNORE = -1  # the target of a position that does not count
+IGNORE = -1  # the target of an ignored position
 
 
 def cross_entropy(logits: torch.Tensor, targets: torch.Tensor, count: torch.Tensor | None = None) -> torch.Tensor:
@@ -45,9 +45,9 @@ def cross_entropy(logits: torch.Tensor, targets: torch.Tensor, count: torch.Tens
 
 
 def _pieces(logits: torch.Tensor) -> int:
-    """Rows to compute at once: 8 MiB of float32 stay in a CPU's cache; a GPU needs few, large launches (128 MiB)."""
+    """Return the rows to compute at once: 8 MiB of float32 fit into CPU caches, and 128 MiB make few GPU launches."""
     if torch.compiler.is_compiling():
-        return logits.shape[0]  # a compiler fuses the passes itself, and would unroll the loop over pieces
+        return logits.shape[0]  # torch.compile fuses the passes itself, and would unroll the loop
     return max(1, (1 << 25 if logits.is_cuda else 1 << 21) // logits.shape[-1])
 
 

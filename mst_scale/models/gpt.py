@@ -1,4 +1,4 @@
-"""The GPT that is pretrained, with GPT-2's architecture (Radford et al. 2019).
+"""Implements the GPT, with GPT-2's architecture (Radford et al. 2019).
 
 Token and position embeddings, `n_layer` pre-norm blocks, a final norm, and a head that is the token embedding again
 (tied) or a separate matrix:
@@ -7,10 +7,10 @@ Token and position embeddings, `n_layer` pre-norm blocks, a final norm, and a he
     x ← x + attention(ln_1(x));   x ← x + mlp(ln_2(x))        for each block
     logits = ln_f(x) Wᵀ,  W = wte.weight or lm_head.weight    (padded_vocab rows)
 
-The model knows nothing about ZeRO or sparsity, and two things about ranks: `tensor` splits the matrices of its blocks
-(embeddings, norms and head are whole on every rank), and `part` says which positions of their sequences its tokens
-have, if sequences are split. Each replaceable part has one place: attention is `SelfAttention`, the norm `LayerNorm`,
-the loss `cross_entropy`, the head `GPT.head`.
+The model does not depend on ZeRO or sparsity. Two attributes concern ranks: `tensor` splits the matrices of its blocks
+(embeddings, norms and head are replicated), and `part` gives the positions of its tokens if sequences are split. Each
+replaceable part has one implementation: attention is `SelfAttention`, the norm `LayerNorm`, the loss `cross_entropy`,
+the head `GPT.head`.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ class MLP(nn.Module):
         return self.down(F.gelu(self.up(x), approximate=self.gelu))
 
     def chained(self) -> tuple[nn.Linear, nn.Linear, int, int]:
-        """Return two layers between which neurons do not mix (for sparse_linear.narrow), in one stretch and group."""
+        """Return two layers between which neurons do not mix, for `sparse_linear.narrow`."""
         return self.up, self.down, 1, 1
 
 
@@ -116,9 +116,9 @@ class Block(nn.Module):
 
 
 def run_block(block: nn.Module, x: torch.Tensor, *, recompute: bool) -> torch.Tensor:
-    """Return `block(x)`; with `recompute`, training keeps only the block's input and computes the rest again.
+    """Return `block(x)`; with `recompute`, training stores only the input of the block and recomputes the rest.
 
-    This saves all activations of a block but 2·batch·length·n_embd bytes (in bf16), for one more forward pass.
+    A block then stores 2·batch·length·n_embd bytes (in bf16), at the cost of one more forward pass.
     `deepspeed.checkpointing.configure` can add partitioning and CPU offload.
     """
     if not (recompute and block.training and torch.is_grad_enabled()):
@@ -184,5 +184,5 @@ class GPT(nn.Module):
         return self.head_product(x, self.wte.weight) if self.lm_head is None else self.lm_head(x)
 
     def get_output_embeddings(self) -> nn.Module:
-        """Return the module whose weight the head multiplies with (`wte` for a tied head), as in transformers."""
+        """Return the module whose weight the head multiplies by (`wte` for a tied head), as in transformers."""
         return self.wte if self.lm_head is None else self.lm_head

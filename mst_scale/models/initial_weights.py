@@ -1,7 +1,7 @@
 """Draws a model's initial weights.
 
-They are normal numbers that depend only on the seed and the name of the module: not on the other layers, the device,
-how ZeRO splits them, or which rows and columns a rank holds (shard.Cut).
+They are normally distributed and depend only on the seed and the name of the module, not on other layers, the device,
+ZeRO's partitioning, or the rows and columns that a rank holds (shard.Cut).
 """
 
 from __future__ import annotations
@@ -38,7 +38,10 @@ def initialize(
     model. (DeepSpeed's own hook for this, in `Module.apply`, only knows the group of all ranks.)
 
     Args:
-        name_of: maps a module's path in `model` to the name that decides its values.
+        model: the model.
+        seed: the seed.
+        std_of: returns the standard deviation of a module's weights, given its name.
+        name_of: maps a module's path in `model` to the name that determines its values.
     """
     for path, module in model.named_modules():
         if not isinstance(module, (nn.Linear, nn.Embedding)):
@@ -51,7 +54,7 @@ def initialize(
 
 
 def _together(module: nn.Module) -> contextlib.AbstractContextManager[Any]:
-    """Gathers the module's parameters if ZeRO-3 has split them; the values of the first rank are kept."""
+    """Gather the module's parameters if ZeRO-3 has partitioned them; the values of the first rank are kept."""
     cut = [p for p in module.parameters(recurse=False) if hasattr(p, "ds_id")]
     if not cut:
         return contextlib.nullcontext()
@@ -82,7 +85,7 @@ def fill_normal(weight: torch.Tensor, std: float, seed: int) -> None:
 
 
 def _keep(weight: torch.Tensor, cut: Cut, drawn: torch.Tensor, start: int) -> None:
-    """Copies the values that this rank holds out of a piece of the flattened whole that begins at `start`."""
+    """Copy this rank's values from a piece of the flattened logical weight that begins at `start`."""
     width = math.prod(cut.shape[1:])
     here = weight.view(-1, sum(stop - first for first, stop in cut.columns))
     at = 0
@@ -96,7 +99,7 @@ def _keep(weight: torch.Tensor, cut: Cut, drawn: torch.Tensor, start: int) -> No
 
 
 def _rectangles(start: int, stop: int, width: int) -> Iterator[tuple[Range, Range]]:
-    """A range of a flattened matrix as (rows, columns): the end of a row, whole rows, the start of a row."""
+    """Yield a range of a flattened matrix as (rows, columns): the end of a row, whole rows, the start of a row."""
     while start < stop:
         row, column = divmod(start, width)
         whole = (stop - start) // width if column == 0 else 0
@@ -110,7 +113,7 @@ def _rectangles(start: int, stop: int, width: int) -> Iterator[tuple[Range, Rang
 
 
 def _common(own: tuple[Range, ...], other: Range) -> Iterator[tuple[slice, slice]]:
-    """Intersections of `own` ranges, stored one after the other, with another range: (place here, place there)."""
+    """Yield intersections of consecutively stored ranges with another range, as slices of both."""
     at = 0
     for first, last in own:
         start, stop = max(first, other[0]), min(last, other[1])

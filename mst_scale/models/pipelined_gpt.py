@@ -1,4 +1,4 @@
-"""The GPT as a DeepSpeed pipeline: stages of whole blocks, one after the other.
+"""Implements the GPT as a DeepSpeed pipeline, whose stages consist of whole blocks.
 
     wte · wpe · block 0 … block n-1 · ln_f · head          split between blocks, as evenly as their number allows
 
@@ -32,7 +32,7 @@ BEFORE = 2  # layers before the first block
 
 
 class TokenEmbedding(nn.Embedding):
-    """The token embedding; a tied head multiplies with its weight."""
+    """The token embedding; a tied head multiplies by its weight."""
 
     def __init__(self, rows: int, width: int) -> None:
         super().__init__(rows, width)
@@ -43,12 +43,12 @@ class TokenEmbedding(nn.Embedding):
         return self.head_product(x, self.weight)
 
     def get_output_embeddings(self) -> nn.Module:
-        """Return the module whose weight `head_product` multiplies with."""
+        """Return the module whose weight `head_product` multiplies by."""
         return self
 
 
 class PositionEmbedding(nn.Embedding):
-    """Adds its position's vector to each token's."""
+    """Adds the embedding of its position to each token's."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x + super().forward(torch.arange(x.shape[1], device=x.device))
@@ -58,7 +58,7 @@ class PipelinedGPT(PipelineModule):
     """This rank's stage of a GPT.
 
     Raises:
-        UserError: if the config cannot be split as `mesh` says.
+        UserError: if the config cannot be split over `mesh`.
     """
 
     def __init__(self, config: ModelConfig, mesh: Mesh) -> None:
@@ -67,8 +67,8 @@ class PipelinedGPT(PipelineModule):
             ds_comm.init_distributed(dist_init_required=False, verbose=False)  # adopts torch's process group
         seed = _agreed(draw_seed())
         tensor = TensorGroup.of(mesh)
-        said = io.StringIO()  # DeepSpeed prints a list of layers, and stdout may be JSON
-        with contextlib.redirect_stdout(said):
+        printed = io.StringIO()  # DeepSpeed prints a list of layers, and stdout may be JSON
+        with contextlib.redirect_stdout(printed):
             super().__init__(
                 _layers(config, tensor),
                 topology=PipeModelDataParallelTopology(mesh.sizes.pipeline, mesh.sizes.tensor, mesh.data),
@@ -77,14 +77,14 @@ class PipelinedGPT(PipelineModule):
                 activation_checkpoint_interval=int(config.activation_checkpointing),
                 checkpointable_layers=[Block.__name__],
             )
-        logger.debug("%s", said.getvalue())
+        logger.debug("%s", printed.getvalue())
         self.config = config
         initialize(self, seed, first_std(config), self.logical_name)
         self.logical_names = {name: self.logical_name(name) for name, _ in self.named_parameters()}
         """The GPT's name of each parameter of this rank."""
 
     def get_output_embeddings(self) -> nn.Module | None:
-        """Return the module whose weight the head multiplies with, or None on a stage without it.
+        """Return the module whose weight the head multiplies by, or None on a stage without it.
 
         With a tied head, the first stage has it too, as the token embedding.
         """
@@ -116,7 +116,7 @@ def _layers(config: ModelConfig, tensor: TensorGroup | None) -> list[LayerSpec]:
 
 
 def _agreed(seed: int) -> int:
-    """The seed of the first rank, since a stage cannot notice that the others have drawn another one."""
+    """Return the seed of the first rank, because stages could otherwise use different ones unnoticed."""
     box = [seed]
     dist.broadcast_object_list(box, src=0)
     return box[0]

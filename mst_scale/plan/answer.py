@@ -12,7 +12,7 @@ from mst_scale.config.parallel import KEYS, describe_conflict, sizes_of
 from mst_scale.errors import UserError
 from mst_scale.flops.formulas import dense_step_flops, optimizer_flops
 from mst_scale.plan.gpus import GB, Machine
-from mst_scale.plan.memory import Activations, Memory, activations
+from mst_scale.plan.memory import Memory
 from mst_scale.plan.recommend import (
     FREE,
     MOST_GPUS,
@@ -21,29 +21,20 @@ from mst_scale.plan.recommend import (
     best_masks,
     by_layout,
     choice,
-    explain,
     fewest_gpus,
     fitting,
     layout_problem,
+    not_proposed,
     recommend,
     with_offload,
 )
-from mst_scale.plan.roofline import GROUP, NARROWEST, STEP, TILE, TOKENS, in_channels, skips_anything, validate_backend
-from mst_scale.plan.setting import Setting, ends, parameters, setting_of, share, sparse_parameters
-from mst_scale.plan.step_time import Link, Phase, Seconds, Side, by_side, links, phases
+from mst_scale.plan.roofline import skips_anything, validate_backend
+from mst_scale.plan.setting import Setting, parameters, setting_of, sparse_parameters
+from mst_scale.plan.step_time import Phase, Seconds, Side, by_side, phases
 from mst_scale.plan.topology import TopologyStep, topology_step
-from mst_scale.plan.traffic import traffic
+from mst_scale.plan.traffic import exchange, tied_ends, traffic
 
 OPTIONS = {"tensor": "--tp", "sequence": "--sp", "pipeline": "--pp"}
-ASSUMPTIONS = {
-    "tile_tokens": TOKENS,
-    "step_inputs": STEP,
-    "group_inputs": GROUP,
-    "narrowest_side": NARROWEST,
-    "attention_tile": TILE,
-    "blocks": "spread evenly",
-    "left_out": "topology steps, splits of tokens in weight gradients",
-}
 
 
 @dataclass(frozen=True)
@@ -65,17 +56,6 @@ class Plan:
     phases: list[Phase]
     sides: list[Side]  # the sparsest phase by the side of blocks, whatever the config's masks are made of
     topology: TopologyStep | None
-
-    @property
-    def activations(self) -> dict[str, Activations]:
-        """Activations of the planned micro-batch, without and with checkpointing."""
-        model, s = self.experiment.model, self.setting
-
-        def largest(recompute: bool) -> Activations:
-            parts = (activations(model, s.micro, s.weight_bytes, recompute, share(model, s, x)) for x in ends(s))
-            return max(parts, key=lambda part: part.total)
-
-        return {"without_checkpointing": largest(False), "with_checkpointing": largest(True)}
 
     @property
     def parameters(self) -> int:
@@ -107,9 +87,14 @@ class Plan:
         return flops / (self.seconds.total * peak)
 
     @property
-    def links(self) -> list[Link]:
-        """What a GPU sends in a dense step."""
-        return links(self.experiment.model, self.setting, self.machine)
+    def sent(self) -> dict[str, int]:
+        """Bytes that a GPU sends in a dense step, by what it shares with the GPUs that it sends them to."""
+        model, s = self.experiment.model, self.setting
+        calls = {axis: calls * s.accumulation for axis, calls in exchange(model, s).items()}
+        calls["pipeline"] += tied_ends(model, s)
+        calls["data"] = traffic(model, s).of_step(s.accumulation)
+        sizes = {"tensor": s.tensor, "sequence": s.sequence, "pipeline": 2, "data": s.shards}
+        return {axis: sum(call.sent(sizes[axis]) for call in found) for axis, found in calls.items() if found}
 
     @property
     def sparsest(self) -> Phase:
@@ -120,11 +105,6 @@ class Plan:
     def dense_hours(self) -> float:
         """GPU-hours of a dense run."""
         return self.steps * self.seconds.total * self.setting.ranks / 3600
-
-    @property
-    def best_hours(self) -> float:
-        """A lower bound of the run's GPU-hours, by `Phase.best_seconds`."""
-        return sum(p.steps * p.best_seconds for p in self.phases) * self.setting.ranks / 3600
 
     @property
     def expected_hours(self) -> float:
@@ -142,19 +122,13 @@ class Plan:
         return optimizer_flops(self.experiment.model, self.experiment.deepspeed)
 
     @property
-    def wall_clock(self) -> str:
-        """What can be said about the time that the run saves."""
-        if not self.sparse_parameters:
-            return "dense: nothing is skipped"
-        if in_channels(self.experiment):
-            return "not measured on GPUs for whole channels; estimated by a roofline of narrow dense products"
-        if skips_anything(self.experiment, self.setting.precision):
-            return "not measured on GPUs for blocks of weights; estimated by a roofline of their kernels"
-        return "FLOPs only for the matrix products: masked dense layers take as long as dense ones"
+    def skips_products(self) -> bool:
+        """Whether any matrix product skips inactive weights."""
+        return skips_anything(self.experiment, self.setting.precision)
 
     def to_dict(self) -> dict[str, Any]:
-        """The plan for JSON."""
-        model, s = self.experiment.model, self.setting
+        """Return the plan for JSON."""
+        model, s, best = self.experiment.model, self.setting, self.best
         sent = traffic(model, s).of_step(s.accumulation)
         kinds = ("all-reduce", "gather", "scatter")
         return {
@@ -168,7 +142,6 @@ class Plan:
             "setting": asdict(s),
             "set": overrides(s, self.given),
             "memory": self.memory.to_dict(),
-            "activations": {name: asdict(part) for name, part in self.activations.items()},
             "fits": True,
             "times": "expected by a roofline, not measured",
             "dense_step": {**asdict(self.seconds), "total": self.seconds.total, "mfu": self.mfu},
@@ -177,31 +150,18 @@ class Plan:
                 "calls": len(sent),
                 "sent_per_rank": sum(c.sent(s.shards) for c in sent),
             },
-            "links": [asdict(link) for link in self.links],
+            "sent": self.sent,
             "layout": {"tensor": s.tensor, "sequence": s.sequence, "pipeline": s.pipeline, "data": s.data},
-            "sparsest_step": {
-                "seconds": self.sparsest.dense_seconds,
-                "not_below": self.sparsest.best_seconds,
-                "expected": self.sparsest.expected_seconds,
-            },
-            "days": {
-                "dense": self.dense_hours / s.ranks / 24,
-                "bound": self.best_hours / s.ranks / 24,
-                "expected": self.expected_hours / s.ranks / 24,
-            },
+            "days": {"dense": self.dense_hours / s.ranks / 24, "expected": self.expected_hours / s.ranks / 24},
             "expected": {
-                "what": "expected, not measured",
                 "ultra_speedup": self.sparsest.dense_seconds / self.sparsest.expected_seconds,
                 "run_speedup": self.dense_hours / self.expected_hours,
                 "by_side": [asdict(side) for side in self.sides],
-                "assumptions": ASSUMPTIONS,
             },
             "phases": [asdict(phase) for phase in self.phases],
             "flops_relative": self.flops,
             "gpu_hours_dense": self.dense_hours,
-            "gpu_hours_bound": self.best_hours,
             "gpu_hours_expected": self.expected_hours,
-            "wall_clock": self.wall_clock,
             "topology_step": None if self.topology is None else asdict(self.topology),
             "left_out": {"newton_schulz_flops": self.newton_schulz_flops},
             "stages": [self._row(x) for x in self.stages],
@@ -211,12 +171,12 @@ class Plan:
                 "why": self.why,
             },
             "best": {
-                "side": self.best.side,
-                "speedup": self.best.speedup,
-                "days": self.best.run_seconds / 3600 / 24,
-                "dense_days": self.best.dense_seconds / 3600 / 24,
-                "memory": self.best.memory.needed,
-                "set": [*overrides(self.best.setting, self.given), *self.best.overrides],
+                "side": best.side,
+                "speedup": best.speedup,
+                "days": best.run_seconds / 3600 / 24,
+                "dense_days": best.dense_seconds / 3600 / 24,
+                "memory": best.memory.needed,
+                "set": [*overrides(best.setting, self.given), *best.overrides],
             },
             "layouts": [{**self._row(x), "seconds": asdict(x.seconds)} for x in self.layouts],
         }
@@ -236,11 +196,14 @@ def plan(
     """Plan a run.
 
     Args:
-        tokens: the length of the run; None: `training.steps`.
-        fixed: tensor, sequence or pipeline sizes that every proposal must have.
+        experiment: The config.
+        gpus: Their number.
+        machine: What they and their network can do.
+        tokens: The length of the run; None: `training.steps`.
+        fixed: Tensor, sequence or pipeline sizes that every proposal must have.
 
     Raises:
-        UserError: if the config does not fit; it names a setting or a number of GPUs that does.
+        UserError: If the config does not fit; it names a setting or a number of GPUs that does.
     """
     validate_backend(experiment)
     shareable = experiment if fixed else _shareable(experiment, gpus, machine)
@@ -251,10 +214,10 @@ def plan(
     found = fitting(experiment, own, machine, fixed)
     recommended = recommend(found, own, fixed)
     if recommended is None:
-        cuts = "".join(f" with {OPTIONS[axis]} {size}" for axis, size in fixed.items())
+        sizes = "".join(f" with {OPTIONS[axis]} {size}" for axis, size in fixed.items())
         enough = fewest_gpus(experiment, own, machine)
         raise UserError(
-            f"nothing fits on {gpus:,} × {machine.gpu.name} at any ZeRO stage{cuts}, even with offload and "
+            f"nothing fits on {gpus:,} × {machine.gpu.name} at any ZeRO stage{sizes}, even with offload and "
             f"recomputation: use {f'{enough:,} GPUs' if enough else f'more than {MOST_GPUS:,} GPUs or larger ones'}"
         )
     s = own if shareable is experiment and not fixed else recommended.setting
@@ -266,26 +229,23 @@ def plan(
             f"{describe_setting(recommended.setting)} fits in {_needs(recommended.memory)}: "
             f"{' '.join(overrides(recommended.setting, s))}"
         )
-    micro, sizes = experiment.deepspeed.get(BATCH_KEYS[1]), sizes_of(experiment.deepspeed)
     rows = by_layout(found, recommended)
-    reasons = explain(recommended, rows, own, bool(fixed))
+    why = not_proposed(recommended, rows, own)
     if shareable is not experiment:
-        reasons.append(
-            f"data {gpus:,} cannot share {own.batch:,} sequences, so some of the GPUs have to share the model"
-        )
-    stages = (0, 1) if s.pipeline > 1 else (0, 1, 2, 3)
+        why.append(f"data {gpus:,} cannot share {own.batch:,} sequences, so some of the GPUs have to share the model")
+    micro, sizes_given = experiment.deepspeed.get(BATCH_KEYS[1]), sizes_of(experiment.deepspeed)
     return Plan(
         experiment=experiment,
         machine=machine,
-        given=replace(own, micro=micro if isinstance(micro, int) else own.micro, **asdict(sizes)),
+        given=replace(own, micro=micro if isinstance(micro, int) else own.micro, **asdict(sizes_given)),
         setting=s,
         memory=planned.memory,
         seconds=planned.seconds,
-        stages=[choice(experiment, there, machine) for there in with_offload(s, stages)],
+        stages=[choice(experiment, x, machine) for x in with_offload(s, (0, 1) if s.pipeline > 1 else (0, 1, 2, 3))],
         recommended=recommended,
         best=best_masks(experiment, s, recommended.setting, machine),
         layouts=rows,
-        why=reasons,
+        why=why,
         phases=phases(experiment, planned.seconds, s, machine),
         sides=by_side(experiment, s, machine),
         topology=topology_step(experiment, s, machine),
@@ -315,7 +275,7 @@ def _validate_layout(experiment: Experiment, own: Setting, machine: Machine, fix
     """Raise an error if the model cannot be shared in the config's own way, or with the fixed sizes."""
     wanted = own
     if fixed:
-        sizes: dict[str, Any] = {axis: fixed.get(axis, 1) for axis in OPTIONS}
+        sizes: dict[str, Any] = {"tensor": 1, "sequence": 1, "pipeline": 1, **fixed}
         wanted = replace(own, **sizes)
         if wanted.pipeline > 1:
             wanted = wanted.at_stage(min(1, own.stage))
@@ -329,12 +289,12 @@ def _validate_layout(experiment: Experiment, own: Setting, machine: Machine, fix
 
 
 def _problem(experiment: Experiment, s: Setting, machine: Machine) -> str | None:
-    """Why a run cannot share its model this way, by its model and by the rules of the run itself."""
+    """Return why a run cannot share its model this way, by its model and by the rules of the run itself."""
     return layout_problem(experiment.model, s, machine.gpu.per_node) or describe_conflict(experiment, s.sizes)
 
 
 def overrides(setting: Setting, given: Setting) -> list[str]:
-    """The `--set` arguments that turn the given setting into this one."""
+    """Return the `--set` arguments that turn the given setting into this one."""
     pairs = zip(_keys(setting).items(), _keys(given).values(), strict=True)
     return [f"--set {key}={wanted}" for (key, wanted), now in pairs if wanted != now]
 
@@ -361,7 +321,7 @@ def describe_setting(setting: Setting) -> str:
 
 
 def _setting(experiment: Experiment, gpus: int) -> Setting:
-    """The config's setting with the largest micro-batch with which so many GPUs can share its global batch."""
+    """Return the config's setting with the largest micro-batch with which the GPUs can share its global batch."""
     if gpus < 1:
         raise UserError(f"--gpus must be at least 1, not {gpus}")
     total, micro, accumulation = (experiment.deepspeed.get(key) for key in BATCH_KEYS)
@@ -381,7 +341,7 @@ def _setting(experiment: Experiment, gpus: int) -> Setting:
 
 
 def _shareable(experiment: Experiment, gpus: int, machine: Machine) -> Experiment:
-    """The config; if so many GPUs cannot share its batch, with layers shared by the fewest GPUs with which they can."""
+    """Return the config; if its batch is too small for the GPUs, with layers shared by as few of them as possible."""
     total, sizes = experiment.deepspeed.get(BATCH_KEYS[0]), sizes_of(experiment.deepspeed)
     if sizes.model > 1 or not isinstance(total, int) or total % gpus == 0:
         return experiment

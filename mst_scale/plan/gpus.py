@@ -119,8 +119,10 @@ def machine(
     """Describe the GPUs, nodes and efficiencies of a plan.
 
     Args:
-        nodes: the nodes that hold the GPUs, if they are not full DGX nodes.
-        efficiencies: such as "matmul=0.5".
+        name: Of the GPU.
+        gpus: Their number.
+        nodes: The nodes that hold the GPUs, if they are not full DGX nodes.
+        efficiencies: Such as "matmul=0.5".
         network: Gb/s from a node to the others, if it is not that of a DGX node.
     """
     gpu = gpu_named(name)

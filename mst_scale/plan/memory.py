@@ -26,7 +26,7 @@ keeps only its input, and one block at a time is whole.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from mst_scale.config import Experiment, ModelConfig
@@ -110,24 +110,22 @@ class Memory:
         return self.peak * (1 + FRAGMENTS) + CONTEXT
 
     def fits(self, gpu: GPU) -> bool:
-        """Whether GPU and host memory are large enough."""
+        """Return whether GPU and host memory are large enough."""
         return self.needed <= gpu.memory and self.host + self.host_step <= gpu.host_memory
 
     def to_dict(self) -> dict[str, Any]:
-        """Parts and peaks for JSON."""
-        parts = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "activations"}
-        kept = {"kept": self.activations.kept, "working": self.activations.working}
+        """Return parts and peaks for JSON."""
         moments = {name: getattr(self, name) for name in ("backward", "reduction", "step", "peak")}
-        return {**parts, "activations": kept, **moments, "needed": int(self.needed)}
+        return {**asdict(self), **moments, "needed": int(self.needed)}
 
 
 def memory(experiment: Experiment, s: Setting) -> Memory:
-    """The memory of the GPU that needs the most."""
+    """Return the memory of the GPU that needs the most."""
     return max((_of_stage(experiment, s, stage) for stage in ends(s)), key=lambda found: found.peak)
 
 
 def _of_stage(experiment: Experiment, s: Setting, stage: int) -> Memory:
-    """The memory of the ranks of a pipeline stage."""
+    """Return the memory of the ranks of a pipeline stage."""
     model, found = experiment.model, held(experiment.model, s, stage)
     acts = activations(model, s.micro, s.weight_bytes, s.recompute, share(model, s, stage))
     if s.stage == 3:
@@ -250,13 +248,13 @@ def _stage_3(found: Sequence[Parameter], s: Setting, acts: Activations, whole: i
 
 
 def _offloaded(part: int, s: Setting) -> int:
-    """What every offloaded optimizer keeps: master weights, moments and a gradient in fp32; accumulated gradients."""
+    """Return what an offloaded optimizer keeps: fp32 weights, moments and a gradient; accumulated gradients."""
     accumulated = s.accumulate_bytes if s.stage == 3 else s.weight_bytes * (s.accumulation > 1)
     return (4 * FP32 + accumulated) * part
 
 
 def _straddles(found: tuple[Parameter, ...], ranks: int, numel: int) -> bool:
-    """Whether any parameter of this size lies in two partitions of its flat buffer."""
+    """Return whether any parameter of this size lies in two partitions of its flat buffer."""
     for group, part in zip([g for g in groups(found) if g], partition(found, ranks), strict=True):
         start = 0
         for p in group:
@@ -270,7 +268,7 @@ def _straddles(found: tuple[Parameter, ...], ranks: int, numel: int) -> bool:
 
 
 def activations(model: ModelConfig, micro: int, width: int, recompute: bool, share: Share = WHOLE) -> Activations:
-    """The activations of one rank at their peak, for values of `width` bytes.
+    """Return the activations of one rank at their peak, for values of `width` bytes.
 
     A rank of a tensor-parallel group of t keeps 1/t of q, k, v, of attention's output and rows and of the MLP's inner
     values. A rank that shares a sequence with s - 1 others keeps everything of 1/s of the tokens. A pipeline stage
@@ -294,14 +292,14 @@ def activations(model: ModelConfig, micro: int, width: int, recompute: bool, sha
 
 
 def block_bytes(model: ModelConfig, micro: int, width: int, share: Share = WHOLE) -> int:
-    """Bytes that one block keeps."""
+    """Return the bytes that one block keeps."""
     tokens, t = micro * model.seq_length // share.sequence, share.tensor
     wide = (4 * model.n_embd + (4 * model.n_embd + 2 * model.ffw) // t) * width
     return tokens * (wide + 4 * FP32 + FP32 * model.n_head // t)
 
 
 def _ends_bytes(model: ModelConfig, tokens: int, predicted: int, width: int) -> int:
-    """Bytes that embeddings, the last norm, the head and the loss keep."""
+    """Return the bytes that embeddings, the last norm, the head and the loss keep."""
     norm = 2 * model.n_embd * width + 2 * FP32
     loss = model.padded_vocab * width + 8 + 2 * FP32  # logits; target, log-sum-exp and weight of each position
     if model.causal:

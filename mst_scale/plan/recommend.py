@@ -50,7 +50,7 @@ def choice(experiment: Experiment, s: Setting, machine: Machine) -> Choice:
 
 
 def layout_problem(model: ModelConfig, s: Setting, per_node: int) -> str | None:
-    """Why a model cannot be shared this way, and how to fix it; None if it can."""
+    """Return why a model cannot be shared this way, and how to fix it; None if it can."""
     t, q, p, node = s.tensor, s.sequence, s.pipeline, min(per_node, s.ranks)
     if s.ranks % (t * q * p):
         return f"{s.ranks} GPUs cannot be divided into groups of {s.sizes.describe()}: use a multiple of {t * q * p}"
@@ -74,7 +74,7 @@ def layout_problem(model: ModelConfig, s: Setting, per_node: int) -> str | None:
 
 
 def layouts(model: ModelConfig, s: Setting, per_node: int, fixed: Mapping[str, int]) -> Iterator[Setting]:
-    """Every way to share the model that is possible and agrees with the `fixed` sizes, with a micro-batch of 1."""
+    """Yield every possible way to share the model that has the `fixed` sizes, with a micro-batch of 1."""
     node = min(per_node, s.ranks)
     for t in _sizes("tensor", node, fixed):
         for q in _sizes("sequence", max(1, node // t), fixed):
@@ -92,7 +92,7 @@ def _sizes(axis: str, most: int, fixed: Mapping[str, int]) -> list[int]:
 
 
 def ways(experiment: Experiment, s: Setting) -> Iterator[list[Setting]]:
-    """Every way to run the same global batch with the model shared in the same way, each with growing micro-batches."""
+    """Yield every way to run the same global batch with the model shared in the same way, by growing micro-batch."""
     each = s.batch // s.data
     micros = [m for m in range(1, min(each, LARGEST_MICRO) + 1) if each % m == 0]
     if s.pipeline > 1:  # at stage 0 DeepSpeed's own optimizer for bf16 steps, which bypasses the masks
@@ -105,7 +105,7 @@ def ways(experiment: Experiment, s: Setting) -> Iterator[list[Setting]]:
 
 
 def with_offload(s: Setting, stages: Sequence[int]) -> Iterator[Setting]:
-    """The setting at each stage, without and with every offload that the stage supports."""
+    """Yield the setting at each stage, without and with every offload that the stage supports."""
     for stage in stages:
         for optimizer, weights in ((False, False), (True, False), (True, True)):
             if (optimizer and stage < 2) or (weights and stage < 3):
@@ -116,7 +116,7 @@ def with_offload(s: Setting, stages: Sequence[int]) -> Iterator[Setting]:
 def fitting(
     experiment: Experiment, setting: Setting, machine: Machine, fixed: Mapping[str, int] = FREE
 ) -> list[Choice]:
-    """Every choice that fits, the fastest first."""
+    """Return every choice that fits, the fastest first."""
     possible = layouts(experiment.model, setting, machine.gpu.per_node, fixed)
     shared = [s for s in possible if describe_conflict(experiment, s.sizes) is None]
     if not fixed and setting.batch % setting.data == 0 and all(s.sizes != setting.sizes for s in shared):
@@ -142,7 +142,7 @@ def recommend(found: list[Choice], setting: Setting, fixed: Mapping[str, int] = 
 
 
 def keeps_accumulation(s: Setting, setting: Setting) -> bool:
-    """Whether gradients are accumulated in the config's type: if not, a pipeline is not proposed."""
+    """Return whether gradients are accumulated in the config's type: if not, a pipeline is not proposed."""
     return s.pipeline == 1 or s.accumulate == setting.accumulate or setting.pipeline > 1
 
 
@@ -153,7 +153,7 @@ def _simplicity(choice: Choice) -> tuple[int, ...]:
 
 
 def by_layout(found: list[Choice], recommended: Choice) -> list[Choice]:
-    """The fastest choice of each layout, with the recommended one for its own layout; the fastest first."""
+    """Return the fastest choice of each layout, with the recommended one for its own layout; the fastest first."""
     rows = {recommended.setting.sizes: recommended}
     for choice in found:
         rows.setdefault(choice.setting.sizes, choice)
@@ -161,7 +161,7 @@ def by_layout(found: list[Choice], recommended: Choice) -> list[Choice]:
 
 
 def fewest_gpus(experiment: Experiment, setting: Setting, machine: Machine) -> int | None:
-    """The smallest power of two of GPUs, larger than the setting's, on which something fits with micro-batch 1."""
+    """Return the smallest power of two of GPUs, above the setting's, on which something fits with micro-batch 1."""
     ranks = 1 << setting.ranks.bit_length()
     while ranks <= MOST_GPUS:
         if ranks % setting.sizes.model == 0:
@@ -222,85 +222,23 @@ def best_masks(experiment: Experiment, own: Setting, recommended: Setting, machi
     return fastest if fastest.speedup > MUCH_BETTER * unchanged.speedup else unchanged
 
 
-# --- reasons ---
+# --- notes ---
 
 
-def explain(recommended: Choice, rows: Sequence[Choice], setting: Setting, fixed: bool = False) -> list[str]:
-    """Explain a recommendation.
-
-    There is one sentence for the recommended choice, one for the runner-up, and one for a pipeline that is faster but
-    not proposed.
-    """
-    won = recommended.setting
-    others = [row for row in rows if row.setting.sizes != won.sizes]
-    allowed = [row for row in others if keeps_accumulation(row.setting, setting) or won.pipeline > 1]
-    lines = [_reason(recommended, others, fixed)]
-    if allowed:
-        lines.append(f"next: {_compare(allowed[0], recommended)}")
-    faster = [row for row in others if row not in allowed and row.seconds.total < recommended.seconds.total]
-    if faster:
-        lines.append(
-            f"not proposed: {_compare(faster[0], recommended)}; at its ZeRO stage masks need gradients accumulated in "
-            f"{faster[0].setting.accumulate}, not in {setting.accumulate} (--pp {faster[0].setting.pipeline} plans it)"
-        )
-    return lines
+def not_proposed(recommended: Choice, rows: Sequence[Choice], setting: Setting) -> list[str]:
+    """Return a sentence about the fastest layout if it is a pipeline that would change the accumulation type."""
+    won, (fastest, *_) = recommended.setting, rows
+    s = fastest.setting
+    if s.sizes == won.sizes or won.pipeline > 1 or keeps_accumulation(s, setting):
+        return []
+    faster = 100 * (1 - fastest.seconds.total / recommended.seconds.total)
+    return [
+        f"not proposed: {describe_layout(s)}, {faster:.1f} % faster; at its ZeRO stage masks need gradients "
+        f"accumulated in {s.accumulate}, not in {setting.accumulate} (--pp {s.pipeline} plans it)"
+    ]
 
 
 def describe_layout(s: Setting) -> str:
     """Describe how ranks share the model and the batch, such as "tensor 8 × pipeline 2 × data 4"."""
-    cuts = [] if s.sizes.model == 1 else [s.sizes.describe()]
-    return " × ".join([*cuts, f"data {s.data}"])
-
-
-def _reason(recommended: Choice, others: Sequence[Choice], fixed: bool) -> str:
-    s, t, layout = recommended.setting, recommended.seconds, describe_layout(recommended.setting)
-    if s.ranks == 1:
-        return "one GPU shares nothing"
-    if s.sizes.model == 1:
-        zero, hidden = t.communication - t.sharing, t.communication - t.exposed
-        share = f"{100 * hidden / zero:.0f} %" if hidden < zero else "all"
-        return f"{layout}: no layer waits for another GPU, {share} of ZeRO's communication hides behind backward"
-    plain = next((row for row in others if row.setting.sizes.model == 1), None)
-    if plain is None and fixed:
-        return f"{layout}: " + (
-            f"the best of {len(others) + 1} layouts with the fixed sizes"
-            if others
-            else "the only layout with the fixed sizes"
-        )
-    if plain is None:
-        return f"{layout}: nothing fits at this batch unless GPUs share the model"
-    saved = _describe(_larger_parts(t, plain.seconds))
-    return f"{layout}: compared with data {plain.setting.data} alone it saves {saved or 'next to nothing'}"
-
-
-def _compare(row: Choice, best: Choice) -> str:
-    now, then = best.seconds.total, row.seconds.total
-    difference = f"{100 * (then / now - 1):+.1f} %" if abs(then / now - 1) >= 0.0005 else "as fast"
-    difference += " (within the error of the estimates)" if now * 1.0005 < then <= now * (1 + CLOSE) else ""
-    more, less = (_larger_parts(*pair) for pair in ((best.seconds, row.seconds), (row.seconds, best.seconds)))
-    parts = [f"{describe_layout(row.setting)}, ZeRO-{row.setting.stage}: {difference}"]
-    return ", ".join(parts + [_describe(more, " more")] * bool(more) + [_describe(less, " less")] * bool(less))
-
-
-def _parts(t: Seconds) -> dict[str, float]:
-    return {
-        "of matrix products": t.products + t.attention,
-        "of element-wise passes": t.elementwise,
-        "of exchange inside layers": t.sharing,
-        "of ZeRO's communication": t.exposed - t.sharing,
-        "of bubble": t.bubble,
-        "of updates": t.optimizer + t.host,
-    }
-
-
-def _larger_parts(less: Seconds, more: Seconds) -> dict[str, float]:
-    """The one or two parts of a step that take longest in `more` compared with `less`, from half a percent of it on."""
-    before = _parts(less)
-    longer = {name: value - before[name] for name, value in _parts(more).items()}
-    notable = [(name, x) for name, x in longer.items() if x > 0.005 * less.total]
-    return dict(sorted(notable, key=lambda pair: -pair[1])[:2])
-
-
-def _describe(parts: Mapping[str, float], difference: str = "") -> str:
-    times = {name: f"{x:.2g} s" if x >= 0.1 else f"{1e3 * x:.2g} ms" for name, x in parts.items()}
-    return " and ".join(f"{time}{difference} {name}" for name, time in times.items())
+    shared = [] if s.sizes.model == 1 else [s.sizes.describe()]
+    return " × ".join([*shared, f"data {s.data}"])

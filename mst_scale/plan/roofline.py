@@ -25,7 +25,6 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import NamedTuple
 
 from mst_scale.config import Experiment
 from mst_scale.errors import UserError
@@ -81,7 +80,7 @@ def skips(experiment: Experiment, precision: str, shape: tuple[int, ...], sparsi
 
 
 def skips_anything(experiment: Experiment, precision: str) -> bool:
-    """Whether any of the matrix products skips inactive weights, in the sparsest phase."""
+    """Return whether any of the matrix products skips inactive weights, in the sparsest phase."""
     if experiment.mst.stays_dense:
         return False
     found, most = sparse_parameters(experiment.model, experiment.mst.targets), experiment.schedule.max_sparsity
@@ -89,36 +88,17 @@ def skips_anything(experiment: Experiment, precision: str) -> bool:
 
 
 def in_channels(experiment: Experiment) -> bool:
-    """Whether masks are made of whole rows and columns."""
+    """Return whether masks are made of whole rows and columns."""
     return experiment.mst.topology.granularity == "channel"
 
 
 def side_of(experiment: Experiment) -> int:
-    """The side of the blocks that masks are made of; 1 for single weights."""
+    """Return the side of the blocks that masks are made of; 1 for single weights."""
     granularity = experiment.mst.topology.granularity
     return granularity.block if isinstance(granularity, BlockGranularity) else 1
 
 
 # --- linear layers ---
-
-
-class Bounds(NamedTuple):
-    """Seconds of a kernel if each resource were the only one."""
-
-    multiply: float
-    cache: float
-    memory: float
-    launch: float
-
-    @property
-    def seconds(self) -> float:
-        """The estimated time."""
-        return max(self)
-
-    @property
-    def decides(self) -> str:
-        """The resource that bounds the kernel."""
-        return max(self._fields, key=lambda name: float(getattr(self, name)))
 
 
 @dataclass(frozen=True)
@@ -134,70 +114,50 @@ class Linear:
     width: int  # bytes of a value
 
     @property
-    def rows(self) -> int:
-        """Rows of blocks."""
-        return -(-self.outputs // self.side)
-
-    @property
-    def columns(self) -> int:
-        """Columns of blocks."""
-        return -(-self.inputs // self.side)
+    def grid(self) -> tuple[int, int]:
+        """Rows and columns of blocks."""
+        return -(-self.outputs // self.side), -(-self.inputs // self.side)
 
     @property
     def blocks(self) -> float:
         """Active blocks."""
-        return self.density * self.rows * self.columns
+        return self.density * math.prod(self.grid)
 
 
 @cache
-def forward(layer: Linear, machine: Machine) -> Bounds:
-    """Estimate y = x Wᵀ."""
+def forward(layer: Linear, machine: Machine) -> float:
+    """Estimate the seconds of y = x Wᵀ."""
     t, side, w = layer.tokens, layer.side, layer.width
     active = layer.blocks * side * side
-    return _bounds(
-        layer,
-        machine,
-        multiplied=t * side * _filled(layer, max(STEP, side)),
-        cached=w * (t * active / side + t / TOKENS * active + t * layer.outputs),
-        moved=w * (active + t * (layer.inputs + layer.outputs)),
-        launches=1,
-    )
+    multiplied = t * side * _filled(layer, max(STEP, side))
+    cached = w * (t * active / side + t / TOKENS * active + t * layer.outputs)
+    moved = w * (active + t * (layer.inputs + layer.outputs))
+    return _slowest(layer, machine, multiplied, cached, moved, launches=1)
 
 
-def input_gradient(layer: Linear, machine: Machine) -> Bounds:
-    """Estimate dx = dy W."""
+def input_gradient(layer: Linear, machine: Machine) -> float:
+    """Estimate the seconds of dx = dy W."""
     return forward(replace(layer, outputs=layer.inputs, inputs=layer.outputs), machine)
 
 
 @cache
-def weight_gradient(layer: Linear, machine: Machine) -> Bounds:
-    """Estimate dW = dyᵀ x of the active blocks, with zeros elsewhere."""
-    t, side, w = layer.tokens, layer.side, layer.width
-    active, wide = layer.blocks * side * side, max(GROUP, side)
-    filled = _filled(layer, wide)
-    return _bounds(
-        layer,
-        machine,
-        multiplied=t * side * filled,
-        cached=w * (t * (filled / wide * side + active / side) + active),
-        moved=w * (t * (layer.inputs + layer.outputs) + layer.outputs * layer.inputs + active),
-        launches=2,
-    )
+def weight_gradient(layer: Linear, machine: Machine) -> float:
+    """Estimate the seconds of dW = dyᵀ x of the active blocks, with zeros elsewhere."""
+    t, side, w, group = layer.tokens, layer.side, layer.width, max(GROUP, layer.side)
+    active, filled = layer.blocks * side * side, _filled(layer, group)
+    cached = w * (t * (filled / group * side + active / side) + active)
+    moved = w * (t * (layer.inputs + layer.outputs) + layer.outputs * layer.inputs + active)
+    return _slowest(layer, machine, t * side * filled, cached, moved, launches=2)
 
 
-@cache
-def narrow(layer: Linear, machine: Machine) -> Bounds:
-    """Estimate any of the three products for whole rows and columns.
+def narrow(layer: Linear, machine: Machine) -> float:
+    """Estimate the seconds of any of the three products for whole rows and columns.
 
     It is a dense product of the active part, which is gathered, and whose result is placed among zeros.
     """
     moved = layer.width * (layer.tokens * (layer.inputs + layer.outputs) + layer.inputs * layer.outputs)
-    return Bounds(
-        multiply=layer.density * dense_product(layer, machine),
-        cache=0.0,
-        memory=moved / (machine.gpu.bandwidth * machine.efficiency.memory),
-        launch=3 * machine.latency.launch,
-    )
+    memory = moved / (machine.gpu.bandwidth * machine.efficiency.memory)
+    return max(layer.density * dense_product(layer, machine), memory, 3 * machine.latency.launch)
 
 
 def dense_product(layer: Linear, machine: Machine) -> float:
@@ -207,20 +167,19 @@ def dense_product(layer: Linear, machine: Machine) -> float:
 
 
 def _filled(layer: Linear, wide: int) -> float:
-    """Inputs of all block rows together that are multiplied, in steps of `wide` that are filled row by row."""
-    each, blocks, rows = wide // layer.side, layer.blocks, layer.rows
-    steps = blocks / each + rows * (each - 1) / (2 * each)
-    most = rows * -(-layer.columns // each)
-    return wide * min(blocks, most, max(rows, steps))
+    """Return the inputs of all block rows that are multiplied, in steps of `wide` that are filled row by row."""
+    (rows, columns), each = layer.grid, wide // layer.side
+    steps = layer.blocks / each + rows * (each - 1) / (2 * each)
+    return wide * min(layer.blocks, rows * -(-columns // each), max(rows, steps))
 
 
-def _bounds(
-    layer: Linear, machine: Machine, *, multiplied: float, cached: float, moved: float, launches: int
-) -> Bounds:
+def _slowest(
+    layer: Linear, machine: Machine, multiplied: float, cached: float, moved: float, *, launches: int
+) -> float:
     gpu, e = machine.gpu, machine.efficiency
-    efficiency = e.matmul * min(1.0, e.narrow * layer.side / NARROWEST)
-    return Bounds(
-        2 * multiplied / (gpu.peak(layer.precision) * efficiency),
+    matmul = e.matmul * min(1.0, e.narrow * layer.side / NARROWEST)
+    return max(
+        2 * multiplied / (gpu.peak(layer.precision) * matmul),
         cached / (gpu.l2 * e.l2),
         moved / (gpu.bandwidth * e.memory),
         launches * machine.latency.kernel,
@@ -266,7 +225,7 @@ def _pass(a: Attention, pattern: Pattern, machine: Machine, name: str) -> float:
 
 @cache
 def tile_pairs(pattern: Pattern, length: int, causal: bool) -> tuple[int, int]:
-    """Pairs in the tiles of a sparse pattern's two launches; the launch with few pairs comes first."""
+    """Return the pairs in the tiles of a sparse pattern's two launches; the launch with few pairs comes first."""
     n, l = length, pattern.stride  # noqa: E741  (the paper's letters)
     few = many = 0
     per = -(-n // l)
@@ -283,5 +242,5 @@ def tile_pairs(pattern: Pattern, length: int, causal: bool) -> tuple[int, int]:
 
 
 def _keys(low: int, high: int) -> int:
-    """Keys of the tiles that cover the range from low to high."""
+    """Return the keys of the tiles that cover the range from low to high."""
     return -(-max(0, high - low) // TILE) * TILE

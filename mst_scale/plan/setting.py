@@ -100,7 +100,7 @@ class Setting:
     def at_stage(self, stage: int) -> Setting:
         """Return the same setting at another stage.
 
-        Stages 0 and 1 accumulate gradients in the type they are computed in: DeepSpeed refuses another at stage 0, and
+        Stages 0 and 1 accumulate gradients in the type they are computed in: DeepSpeed rejects another at stage 0, and
         sparse training at stage 1.
         """
         accumulate = self.precision if stage < 2 else self.accumulate
@@ -169,7 +169,7 @@ class Parameter:
 
 @cache
 def parameters(model: ModelConfig) -> tuple[Parameter, ...]:
-    """Every parameter of a GPT or a BERT."""
+    """Return every parameter of a GPT or a BERT."""
     d, f, rows, bert = model.n_embd, model.ffw, model.padded_vocab, model.arch == "bert"
 
     def layer(name: str, *shape: int) -> list[Parameter]:
@@ -193,7 +193,7 @@ def parameters(model: ModelConfig) -> tuple[Parameter, ...]:
 
 
 def sparse_parameters(model: ModelConfig, targets: TargetsConfig) -> tuple[Parameter, ...]:
-    """The parameters that `mst.targets` makes sparse: of an embedding only a tied head, and that only if asked for."""
+    """Return the parameters that `mst.targets` makes sparse; an embedding only as a tied head, if asked for."""
     return _sparse(model, tuple(targets.include), tuple(targets.exclude), targets.lm_head)
 
 
@@ -224,17 +224,17 @@ class Share:
 
 
 def held(model: ModelConfig, s: Setting, stage: int = 0) -> tuple[Parameter, ...]:
-    """The parameters that each rank of a pipeline stage holds before ZeRO partitions them."""
+    """Return the parameters that each rank of a pipeline stage holds before ZeRO partitions them."""
     return _held(model, s.tensor, s.pipeline, stage)
 
 
 def ends(s: Setting) -> tuple[int, ...]:
-    """The pipeline stages that can need the most memory and time: the first and the last."""
+    """Return the pipeline stages that can need the most memory and time: the first and the last."""
     return (0,) if s.pipeline == 1 else (0, s.pipeline - 1)
 
 
 def share(model: ModelConfig, s: Setting, stage: int) -> Share:
-    """The part of a forward pass that each rank of a pipeline stage computes."""
+    """Return the part of a forward pass that each rank of a pipeline stage computes."""
     if s.pipeline == 1:
         return Share(s.tensor, s.sequence)
     in_flight = min(s.pipeline - stage, s.accumulation)
@@ -242,7 +242,7 @@ def share(model: ModelConfig, s: Setting, stage: int) -> Share:
 
 
 def layers_of(model: ModelConfig, s: Setting, stage: int) -> int:
-    """The number of layers of a pipeline stage."""
+    """Return the number of layers of a pipeline stage."""
     return model.n_layer // s.pipeline + (stage < model.n_layer % s.pipeline)
 
 
@@ -279,18 +279,18 @@ def _cut(p: Parameter, tensor: int) -> Parameter:
 
 
 def groups(found: tuple[Parameter, ...]) -> list[list[Parameter]]:
-    """The optimizer's two groups: matrices (with weight decay), then vectors (without)."""
+    """Return the optimizer's two groups: matrices (with weight decay), then vectors (without)."""
     return [[p for p in found if p.is_matrix], [p for p in found if not p.is_matrix]]
 
 
 def partition(found: tuple[Parameter, ...], ranks: int) -> list[int]:
-    """Elements per rank of the flat buffers of stages 1 and 2: one buffer per group, padded to 2 elements per rank."""
+    """Return the elements per rank of the flat buffers of stages 1 and 2: one per group, padded to 2 per rank."""
     sizes = [sum(p.numel for p in group) for group in groups(found)]
     return [-(-size // (2 * ranks)) * 2 for size in sizes if size]
 
 
 def sub_groups(found: tuple[Parameter, ...], s: Setting) -> list[list[Parameter]]:
-    """The groups of parameters that stage 3 updates at a time."""
+    """Return the groups of parameters that stage 3 updates at a time."""
     filled: list[list[Parameter]] = []
     for group in groups(found):
         here: list[Parameter] = []

@@ -21,23 +21,22 @@ included (`topology`). These times are estimates, not measurements.
 from __future__ import annotations
 
 import math
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from itertools import groupby
 from typing import Literal
 
-from mst_scale.config import Experiment, ModelConfig, load
+from mst_scale.config import Experiment, ModelConfig
 from mst_scale.flops.formulas import Flops, forward_flops
 from mst_scale.flops.ledger import densities, forecast, sparse_matrices, stretches
 from mst_scale.hybrid_sparse_attention.pattern import Pattern
 from mst_scale.mixed_growing.config import BlockGranularity
-from mst_scale.plan.gpus import Machine, machine
+from mst_scale.plan.gpus import Machine
 from mst_scale.plan.roofline import (
     SIDES,
     Attention,
-    Bounds,
     Linear,
     attention_seconds,
     dense_product,
@@ -47,10 +46,9 @@ from mst_scale.plan.roofline import (
     narrow,
     side_of,
     skips,
-    skips_anything,
     weight_gradient,
 )
-from mst_scale.plan.setting import Setting, Share, ends, held, layers_of, partition, setting_of, share
+from mst_scale.plan.setting import Setting, Share, ends, held, layers_of, partition, share
 from mst_scale.plan.traffic import Call, exchange, tied_ends, traffic
 
 OPTIMIZER_BYTES = 42  # per weight: gradient read for its norm, clipped, read; master and two moments read and written
@@ -60,7 +58,7 @@ FLASH = 3.5  # forward, and a backward that computes the scores again
 
 Busy = tuple[float, float, float]
 """Seconds of products, attention and element-wise passes, all micro-batches of a step together."""
-Product = Callable[[Linear, Machine], Bounds]
+Product = Callable[[Linear, Machine], float]
 
 
 @dataclass(frozen=True)
@@ -82,12 +80,6 @@ class Seconds:
         """Seconds of the step."""
         parts = self.products + self.attention + self.elementwise + self.optimizer + self.host
         return parts + self.exposed + self.bubble
-
-    @property
-    def waits(self) -> float:
-        """Seconds of a step for each second that a stage is busy: above 1 with a pipeline."""
-        busy = self.products + self.attention + self.elementwise + self.sharing
-        return 1 + self.bubble / busy
 
 
 # --- a dense step ---
@@ -127,7 +119,7 @@ def step_seconds(
 
 
 def _dense_busy(model: ModelConfig, s: Setting, machine: Machine, stage: int) -> Busy:
-    """The compute of a dense step on the ranks of a stage."""
+    """Return the compute of a dense step on the ranks of a stage."""
     gpu, e = machine.gpu, machine.efficiency
     peak = gpu.peak(s.precision)
     forward, part = _forward(model), share(model, s, stage)
@@ -155,7 +147,7 @@ def _forward(model: ModelConfig) -> Flops:
 
 
 def _moved(model: ModelConfig, width: int, part: Share, layers: int) -> float:
-    """Bytes that one sequence's element-wise passes move, forward and backward."""
+    """Return the bytes that one sequence's element-wise passes move, forward and backward."""
     norms_and_sums, gelu = 10 * model.n_embd, 2 * model.ffw / part.tensor
     blocks = 3 * layers * (norms_and_sums + gelu) * model.seq_length
     head = 4 * model.padded_vocab * model.predicted if part.head else 0
@@ -163,33 +155,6 @@ def _moved(model: ModelConfig, width: int, part: Share, layers: int) -> float:
 
 
 # --- communication ---
-
-
-@dataclass(frozen=True)
-class Link:
-    """What a GPU sends in a step for one kind of sharing, and over which link."""
-
-    shared: str  # tensor, sequence, pipeline; data: ZeRO between ranks that hold the same weights
-    ranks: int  # of a group
-    over: str  # NVLink inside nodes, or the network between them
-    calls: int
-    sent: int  # bytes that a GPU sends in a step
-    seconds: float  # of a step, whether hidden behind backward or not
-
-
-def links(model: ModelConfig, s: Setting, machine: Machine) -> list[Link]:
-    """The links of every kind of sharing that the setting has."""
-    everything = {axis: calls * s.accumulation for axis, calls in exchange(model, s).items()}
-    everything["pipeline"] += tied_ends(model, s)
-    everything["data"] = traffic(model, s).of_step(s.accumulation)
-    found = []
-    for axis, calls in everything.items():
-        ranks, apart = _group(axis, s)
-        over = "network" if inside_a_node(ranks, apart, machine.gpu.per_node) < ranks else "NVLink"
-        sent = sum(call.sent(ranks) for call in calls)
-        size = s.shards if axis == "data" else getattr(s, axis)
-        found.append(Link(axis, size, over, len(calls), sent, seconds(calls, ranks, apart, machine)))
-    return [link for link in found if link.calls]
 
 
 @cache
@@ -213,7 +178,7 @@ def _group(axis: str, s: Setting) -> tuple[int, int]:
 
 
 def inside_a_node(ranks: int, apart: int, per_node: int) -> int:
-    """How many ranks of a group share a node, if its ranks are `apart` from each other."""
+    """Return how many ranks of a group share a node, if its ranks are `apart` from each other."""
     return max(1, min(ranks, per_node // apart))
 
 
@@ -253,55 +218,41 @@ def sparse_seconds(
 
     def busy(stage: int) -> Busy:
         products, attention, elementwise = _dense_busy(model, s, machine, stage)
-        products -= sum(
-            times * dense_product(layer, machine)
-            for layer, products_of in _skipping(experiment, s, density, stage)
-            for times in products_of.values()
-        )
-        products += sum(times * bounds.seconds for bounds, times in _kernels(experiment, s, machine, density, stage))
+        for layer, product, times in _skipping(experiment, s, density, stage):
+            products += times * (product(layer, machine) - dense_product(layer, machine))
         if not pattern.is_dense(model.seq_length):
             wide = model.n_embd // (s.tensor * s.sequence)
-            layer = Attention(s.micro, model.seq_length, wide, model.causal, s.precision, s.weight_bytes)
+            of_layer = Attention(s.micro, model.seq_length, wide, model.causal, s.precision, s.weight_bytes)
             layers = s.accumulation * layers_of(model, s, stage)
-            attention = layers * attention_seconds(layer, pattern, machine, s.recompute)
+            attention = layers * attention_seconds(of_layer, pattern, machine, s.recompute)
         return products, attention, elementwise
 
     return step_seconds(experiment, s, machine, busy)
 
 
-def _kernels(
-    experiment: Experiment, s: Setting, machine: Machine, density: Mapping[str, float], stage: int
-) -> Iterator[tuple[Bounds, int]]:
-    """Every kernel for blocks or channels that the ranks of a stage run in a step, and how often."""
-    for layer, products in _skipping(experiment, s, density, stage):
-        for product, times in products.items():
-            yield product(layer, machine), times
-
-
 def _skipping(
     experiment: Experiment, s: Setting, density: Mapping[str, float], stage: int
-) -> Iterator[tuple[Linear, dict[Product, int]]]:
-    """The layers of a stage that skip inactive weights, and how often a step computes each of their products."""
+) -> Iterator[tuple[Linear, Product, int]]:
+    """Yield the products of a stage that skip inactive weights, and how often a step computes each."""
     if experiment.mst.stays_dense:
         return
     model, side = experiment.model, side_of(experiment)
     tokens = s.micro * model.seq_length // s.sequence
     found: Counter[tuple[Linear, bool]] = Counter()
     for p in held(model, s, stage):
-        kept = density.get(p.name, 1.0)
-        if not skips(experiment, s.precision, p.shape, 1 - kept):
-            continue
+        active = density.get(p.name, 1.0)
         block = p.name.startswith("blocks.")
-        if not block and not share(model, s, stage).head:  # only the last stage multiplies with a tied embedding
-            continue
-        each = tokens if block else tokens * model.predicted // model.seq_length
-        found[Linear(p.shape[0], p.shape[1], each, side, kept, s.precision, s.weight_bytes), block] += s.accumulation
+        computed = block or share(model, s, stage).head  # only the last stage multiplies with a tied embedding
+        if computed and skips(experiment, s.precision, p.shape, 1 - active):
+            each = tokens if block else tokens * model.predicted // model.seq_length
+            layer = Linear(p.shape[0], p.shape[1], each, side, active, s.precision, s.weight_bytes)
+            found[layer, block] += s.accumulation
     for (layer, block), times in found.items():
-        again = times if block and s.recompute else 0
+        forwards = 2 * times if block and s.recompute else times
         if in_channels(experiment):
-            yield layer, {narrow: 3 * times + again}
+            yield layer, narrow, forwards + 2 * times
         else:
-            yield layer, {forward: times + again, input_gradient: times, weight_gradient: times}
+            yield from ((layer, forward, forwards), (layer, input_gradient, times), (layer, weight_gradient, times))
 
 
 @dataclass(frozen=True)
@@ -313,25 +264,17 @@ class Phase:
     sparsity: float
     flops: float
     dense_seconds: float  # of a dense step
-    best_seconds: float
-    """Seconds of a step, if attention took no more than its share of the pairs, and products that skip inactive weights
-    no more than their density. A lower bound, not a measurement."""
     expected_seconds: float  # of a step, by `sparse_seconds`
 
 
 def phases(experiment: Experiment, dense: Seconds, s: Setting, machine: Machine) -> list[Phase]:
-    """The phases in order; their FLOPs are those of `costs.forecast`."""
-    whole, skipping = forecast(experiment), skips_anything(experiment, s.precision)
+    """Return the phases in order; their FLOPs are those of `flops.ledger.forecast`."""
+    whole = forecast(experiment)
     result = []
     for phase, (_, inside) in zip(whole.phases, groupby(stretches(experiment), lambda x: x.phase), strict=True):
-        flops, of_dense = phase.flops["causal"], whole.dense["causal"]
-        saved = (1 - flops.attention / of_dense.attention) * dense.attention
-        if skipping:
-            saved += (1 - flops.matrices / of_dense.matrices) * dense.products
-        best = dense.total - saved * dense.waits  # the other stages wait no longer than a stage works
+        flops = phase.flops["causal"].total / whole.dense["causal"].total
         expected = sum(x.steps * sparse_seconds(experiment, s, machine, x.density, x.pattern).total for x in inside)
-        share = flops.total / of_dense.total
-        result.append(Phase(phase.name, phase.steps, phase.sparsity, share, dense.total, best, expected / phase.steps))
+        result.append(Phase(phase.name, phase.steps, phase.sparsity, flops, dense.total, expected / phase.steps))
     return result
 
 
@@ -343,11 +286,10 @@ class Side:
     seconds: float
     speedup: float  # of the step, against a dense one
     products: float  # speedup of all products with weights, sparse or not
-    decides: dict[str, float]  # share of the kernels' time that each bound decides
 
 
 def by_side(experiment: Experiment, s: Setting, machine: Machine) -> list[Side]:
-    """The sparsest phase by the side of its blocks, whatever the config says; empty if masks cannot be of blocks."""
+    """Estimate the sparsest phase by the side of its blocks; empty if masks cannot be made of blocks."""
     if not may_be_blocks(experiment):
         return []
     segments = experiment.schedule.segments()
@@ -359,17 +301,12 @@ def by_side(experiment: Experiment, s: Setting, machine: Machine) -> list[Side]:
         there = with_blocks(experiment, side)
         density = densities(there, sparse_matrices(there), sparsest.sparsity)
         sparse = sparse_seconds(there, s, machine, density, pattern)
-        kernels: dict[str, float] = defaultdict(float)
-        for bounds, times in _kernels(there, s, machine, density, ends(s)[-1]):
-            kernels[bounds.decides] += times * bounds.seconds
-        whole = sum(kernels.values())
-        decides = {name: kernels[name] / whole for name in sorted(kernels, key=lambda name: -kernels[name])}
-        found.append(Side(side, sparse.total, dense.total / sparse.total, dense.products / sparse.products, decides))
+        found.append(Side(side, sparse.total, dense.total / sparse.total, dense.products / sparse.products))
     return found
 
 
 def may_be_blocks(experiment: Experiment) -> bool:
-    """Whether the masks of this run could be made of blocks."""
+    """Return whether the masks of this run could be made of blocks."""
     return not experiment.mst.stays_dense and experiment.mst.method != "fixed"
 
 
@@ -386,24 +323,3 @@ def with_blocks(experiment: Experiment, side: int) -> Experiment:
         compute=replace(compute, backend="block" if side > 1 else "dense"),
     )
     return replace(experiment, mst=mst)
-
-
-def blocks_table() -> str:
-    """The table of docs/blocks.md: speedups of a step in the sparsest phase, and of its products in brackets.
-
-    For one GPU with an eighth of the ready-made config's batch: communication and memory are not included.
-    """
-    cards = {"A100": "a100-80gb", "H100": "h100-80gb"}
-    lines = [f"| width | config | {' | '.join(f'{card}, {side}' for card in cards for side in SIDES)} |"]
-    lines.append("|---" * (2 + len(cards) * len(SIDES)) + "|")
-    for name in ("gpt2_small", "gpt2_xl", "gpt3_6.7b", "gpt3_13b", "gpt3_175b"):
-        experiment = load(name)
-        alone = replace(setting_of(experiment, 8), ranks=1)
-        found = [side for card in cards.values() for side in by_side(experiment, alone, machine(card, 1))[1:]]
-        cells = [f"{side.speedup:.1f} ({side.products:.1f})" for side in found]
-        lines.append(f"| {experiment.model.n_embd:,} | `{name}` | {' | '.join(cells)} |")
-    return "\n".join(lines)
-
-
-if __name__ == "__main__":
-    print(blocks_table())

@@ -40,7 +40,7 @@ from mst_scale.mixed_growing.config import BlockGranularity, TopologyConfig
 from mst_scale.mixed_growing.distribution import Plan, active_counts, plan
 from mst_scale.mixed_growing.policies import BY_GRADIENT
 from mst_scale.plan.gpus import Machine
-from mst_scale.plan.memory import FP32, LISTED_WHOLE
+from mst_scale.plan.memory import LISTED_WHOLE
 from mst_scale.plan.roofline import in_channels, skips
 from mst_scale.plan.setting import Parameter, Setting, groups, held, sparse_parameters, sub_groups
 from mst_scale.plan.step_time import seconds
@@ -85,13 +85,13 @@ class Layer:
         return self.plan.by_random, free - self.plan.by_score
 
     def chooses(self, which: str) -> bool:
-        """Whether the selection wants neither nothing nor everything."""
+        """Return whether the selection wants neither nothing nor everything."""
         wanted, candidates = self.selection(which)
         return 0 < wanted < candidates
 
 
 def layers(experiment: Experiment, step: int) -> list[Layer]:
-    """What the topology step at the end of optimizer step `step` does to every sparse layer."""
+    """Return what the topology step at the end of optimizer step `step` does to every sparse layer."""
     mst, schedule, chosen = experiment.mst, experiment.schedule, experiment.mst.topology.chosen
     found = sparse_parameters(experiment.model, mst.targets)
     grids = [grid_of(p.shape, mst.topology) for p in found]
@@ -124,11 +124,14 @@ class Calls:
 def calls(
     experiment: Experiment, s: Setting, step: int, opened: Sequence[int] | None = None, again: Sequence[int] = ()
 ) -> Calls:
-    """The collectives of the topology step at the end of optimizer step `step`.
+    """Return the collectives of the topology step at the end of optimizer step `step`.
 
     Args:
-        opened: layers that were open in each round of refinement; None: the expected ones.
-        again: layers whose bracket missed, in each pass that took; none are expected to.
+        experiment: The config.
+        s: How its ranks share the model.
+        step: The optimizer step.
+        opened: Layers that were open in each round of refinement; None: the expected ones.
+        again: Layers whose bracket missed, in each pass that took; none are expected to.
     """
     if s.stage == 0 and s.tensor == 1:
         return Calls([], [], [])
@@ -161,19 +164,19 @@ def calls(
 
 
 def whole_masks(masked: Sequence[Parameter]) -> list[Call]:
-    """The all-reduces of the masks of these parameters."""
+    """Return the all-reduces of the masks of these parameters."""
     return _all_reduces([-(-p.numel // 8) for p in masked])
 
 
 def drift_check(experiment: Experiment, s: Setting) -> list[Call]:
-    """The calls of a drift check: of ranks that share a parameter, and of replicas, which also count wrong zeros."""
+    """Return the calls of a drift check: of shards of a parameter, and of replicas, which also count wrong zeros."""
     here = {p.name for p in held(experiment.model, s)}
     count = sum(p.name in here for p in sparse_parameters(experiment.model, experiment.mst.targets))
     return _all_reduces([16 * count, 8 * count] * (s.stage > 0) + [8 * count] * 4)
 
 
 def _updates(experiment: Experiment, s: Setting, everything: Sequence[Layer]) -> Iterator[list[Layer]]:
-    """The layers that each call of the optimizer updates."""
+    """Return the layers that each call of the optimizer updates."""
     found = held(experiment.model, s)
     for group in sub_groups(found, s) if s.stage == 3 else groups(found):
         names = {p.name for p in group}
@@ -218,7 +221,7 @@ def _count_bytes(found: Sequence[Layer]) -> int:
 
 
 def _expected(changing: Sequence[Layer], which: str) -> list[int]:
-    """Bytes of each round of one selection."""
+    """Return the bytes of each round of one selection."""
     brackets = [_bracket(layer, which) for layer in changing if layer.chooses(which)]
     sizes, bits = [], 0
     open_layers = float(len(brackets))
@@ -261,7 +264,7 @@ def _still_open(others: float) -> float:
 
 @dataclass(frozen=True)
 class TopologyStep:
-    """A typical topology step: its collectives, and lower bounds of its compute, which is not measured."""
+    """The collectives of a typical topology step."""
 
     step: int  # which one
     payload: int
@@ -270,18 +273,12 @@ class TopologyStep:
     masks: int  # bytes of masks in addition to the payload, of layers that multiply only with their active weights
     seconds: dict[int, float]  # of its collectives, on 1, 4, 16 … 16,384 ranks
     here: float  # the same on the setting's ranks
-    reads_seconds: float
-    """At least: reading this rank's weights, and dense gradients if they are needed, once in fp32; 0 for channels."""
-    reads_gradients: bool
-    dense_gradient_seconds: float
-    """At least: computing the weight gradients of inactive weights too, where other steps skip them."""
     drift_payload: int  # bytes of a drift check, every `check_every` steps
     in_run: int  # the number of topology steps in the run
-    run_seconds: float  # at least: of all of them together, in addition to the time of ordinary steps
 
 
 def typical_step(schedule: Schedule) -> int | None:
-    """The topology step nearest to the middle of the sparsest phase; None if a run has none."""
+    """Return the topology step nearest to the middle of the sparsest phase; None if a run has none."""
     sparsest = max(schedule.segments(), key=lambda segment: (segment.sparsity, segment.stop - segment.start))
     middle = max(1, (sparsest.start + sparsest.stop) // 2)
     onward, back = range(middle, sparsest.stop), range(middle, 0, -1)
@@ -293,38 +290,18 @@ def topology_step(experiment: Experiment, s: Setting, machine: Machine) -> Topol
     step = None if experiment.mst.stays_dense else typical_step(experiment.schedule)
     if step is None:
         return None
-    found, everything = calls(experiment, s, step), layers(experiment, step)
+    found = calls(experiment, s, step)
     # at ZeRO-3 the number of ranks decides what an optimizer call updates
     alone = replace(s, tensor=1, sequence=1, pipeline=1)
-    by_ranks = {n: seconds(calls(experiment, replace(alone, ranks=n), step).all, n, 1, machine) for n in RANKS}
-    here = seconds(found.all, s.ranks // s.pipeline, 1, machine)
-    share = sum(x.parameter.numel for x in everything) / s.pipeline / s.tensor / (s.shards if s.stage else 1)
-    skipped = sum(
-        x.sparsity * x.parameter.numel
-        for x in everything
-        if skips(experiment, s.precision, x.parameter.shape, x.sparsity)
-    )
-    tokens = s.micro * s.accumulation * experiment.model.seq_length / (s.tensor * s.sequence * s.pipeline)
-    point, before = experiment.schedule.at(step), experiment.schedule.at(step - 1)
-    read = experiment.mst.topology.reads_dense_gradients(point.update_fraction, point.sparsity < before.sparsity)
-    gpu, e = machine.gpu, machine.efficiency
-    read_bytes = 0 if in_channels(experiment) else FP32 * (1 + read)
-    reads = read_bytes * share / (gpu.bandwidth * e.memory)
-    dense_gradients = 2 * tokens * skipped / (gpu.peak(s.precision) * e.matmul) if read else 0.0
     reduced = found.certain + found.rounds
-    count = sum(1 for _ in experiment.schedule.topology_steps())
     return TopologyStep(
         step=step,
         payload=sum(c.payload for c in reduced),
         all_reduces=len(reduced),
         rounds=len(found.rounds),
         masks=sum(c.payload for c in found.masks),
-        seconds=by_ranks,
-        here=here,
-        reads_seconds=reads,
-        reads_gradients=read,
-        dense_gradient_seconds=dense_gradients,
+        seconds={n: seconds(calls(experiment, replace(alone, ranks=n), step).all, n, 1, machine) for n in RANKS},
+        here=seconds(found.all, s.ranks // s.pipeline, 1, machine),
         drift_payload=sum(c.payload for c in drift_check(experiment, s)),
-        in_run=count,
-        run_seconds=count * (here + reads + dense_gradients),
+        in_run=sum(1 for _ in experiment.schedule.topology_steps()),
     )

@@ -47,7 +47,7 @@ class Call:
     payload: int
 
     def sent(self, ranks: int) -> int:
-        """Bytes that a rank sends: in a ring, to all others their parts, or to one neighbor."""
+        """Return the bytes that a rank sends: in a ring, to all others their parts, or to one neighbor."""
         if self.kind == "send":
             return self.payload
         return (2 if self.kind == "all-reduce" else 1) * (ranks - 1) * self.payload // ranks
@@ -61,7 +61,7 @@ class Traffic:
     step: list[Call]  # once more per optimizer step
 
     def of_step(self, accumulation: int) -> list[Call]:
-        """All calls of an optimizer step."""
+        """Return all calls of an optimizer step."""
         return self.micro * accumulation + self.step
 
 
@@ -69,7 +69,7 @@ class Traffic:
 
 
 def traffic(model: ModelConfig, s: Setting) -> Traffic:
-    """The collectives between ranks that hold the same weights; of a pipeline those of its first stage."""
+    """Return the collectives between ranks that hold the same weights; of a pipeline those of its first stage."""
     if s.shards == 1:
         return Traffic([], [])
     recompute = s.recompute and s.stage == 3
@@ -108,7 +108,7 @@ def _traffic_of_stage_3(model: ModelConfig, found: tuple[Parameter, ...], s: Set
 
 
 def _backward_order(found: Sequence[Parameter], stage: int) -> list[Parameter]:
-    """Parameters in the order in which backward computes their gradients.
+    """Return the parameters in the order in which backward computes their gradients.
 
     Modules come from the last to the first, a linear layer's bias before its weight, a norm's after it. ZeRO-3 has a
     linear function of its own (`memory_efficient_linear`), which computes the weight's gradient first.
@@ -133,7 +133,7 @@ def _stage_0_buckets(found: Sequence[Parameter]) -> list[int]:
 
 
 def _buckets(order: Sequence[Parameter], bucket: int) -> list[list[Parameter]]:
-    """The other stages close a bucket before it would be more than full."""
+    """Return the buckets of the other stages, which close one before it would be more than full."""
     filled: list[list[Parameter]] = [[]]
     elements = 0
     for p in order:
@@ -149,7 +149,7 @@ def _buckets(order: Sequence[Parameter], bucket: int) -> list[list[Parameter]]:
 
 
 def exchange(model: ModelConfig, s: Setting) -> dict[str, list[Call]]:
-    """The calls of a micro-batch by axis, of a rank of the stage with most layers; empty for an axis of size 1."""
+    """Return the calls of a micro-batch by axis, on the stage with most layers; none for an axis of size 1."""
     stream = s.micro * model.seq_length // s.sequence * model.n_embd * s.weight_bytes
     passes, layers = (3 if s.recompute else 2), layers_of(model, s, 0)
     return {
@@ -160,7 +160,7 @@ def exchange(model: ModelConfig, s: Setting) -> dict[str, list[Call]]:
 
 
 def tied_ends(model: ModelConfig, s: Setting) -> list[Call]:
-    """The all-reduce of a tied embedding's gradient between the ends of a pipeline, once per step."""
+    """Return the all-reduce of a tied embedding's gradient between the ends of a pipeline, once per step."""
     both = s.pipeline > 1 and model.tied_head
     return [Call("all-reduce", model.padded_vocab * model.n_embd * s.weight_bytes)] if both else []
 
@@ -206,7 +206,7 @@ def _calls_of(*names: str) -> list[Event]:
 
 
 def _events(model: ModelConfig, recompute: bool) -> list[Event]:
-    """The begins and ends of modules in a forward and a backward pass."""
+    """Return the begins and ends of modules in a forward and a backward pass."""
     blocks = [f"blocks.{i}" for i in range(model.n_layer)]
     first = ("wte", "wpe", "dropout") if model.causal else ("wte", "wpe", "wtt", "ln_e", "dropout")
     last = ["ln_f"] if model.causal else ["transform", "ln_h"]
@@ -226,7 +226,7 @@ def _events(model: ModelConfig, recompute: bool) -> list[Event]:
 
 
 def _block(block: str, causal: bool, backward: bool) -> list[Event]:
-    """A GPT normalizes before attention and MLP, a BERT after them."""
+    """Return the events of a block: a GPT normalizes before attention and MLP, a BERT after them."""
     halves = [("ln_1", "attention", ["qkv", "proj"]), ("ln_2", "mlp", ["up", "down"])]
     events: list[Event] = [(True, block)]
     for norm, outer, names in reversed(halves) if backward else halves:

@@ -1,11 +1,11 @@
 """Pretraining: the training loop, and everything before its first step.
 
-start           from the command line to the loop; __main__ is the command (python -m mst_scale.pretrain)
-training_loop   the training loop, one step after another
-prepare         token files, initial weights, model, engine, checkpoint
-validation      what DeepSpeed, torch or the machine would reject later
-resume          from which checkpoint a run continues, and with which batch
-schedules       the learning rate of a step; longer runs, and branches that decay from another run's checkpoint
-batches         which micro-batches a rank trains on, how an engine takes them, spikes of the loss
-outcome         tells a launcher whether to start the run again
+start           reads the command line and starts the loop; __main__ is the command (python -m mst_scale.pretrain)
+training_loop   the training loop
+prepare         prepares token files, initial weights, model, engine and checkpoint
+validation      early checks for what DeepSpeed, torch or the machine would reject later
+resume          selects the checkpoint from which a run continues, and its batch
+schedules       the learning rate; extended runs, and branches that decay from another run's checkpoint
+batches         the micro-batches of a rank, one optimizer step of an engine, and loss spikes
+outcome         tells a launcher whether to restart the run
 """

@@ -1,4 +1,4 @@
-"""The command `python -m mst_scale.pretrain`, also under deepspeed, torchrun and mpirun."""
+"""Runs `python -m mst_scale.pretrain`, also under deepspeed, torchrun and mpirun."""
 
 from mst_scale import comm
 from mst_scale.pretrain.start import main

@@ -1,11 +1,11 @@
-"""Takes micro-batches through an engine, and detects spikes of the loss and the batches to leave out after them.
+"""Runs micro-batches through an engine, and detects loss spikes and the batches to skip after them.
 
-`Share` says which part of a global batch belongs to this rank, and `functions_for` returns how an engine takes it: the
-engine of a whole model one micro-batch at a time, a pipeline all micro-batches of a step at once.
+`Share` describes the part of a global batch that belongs to this rank. `functions_for` returns functions that run it:
+the engine of a whole model takes one micro-batch at a time, a pipeline all micro-batches of a step at once.
 
 A loss is a spike if it exceeds the median of the losses before it by more than `deviations` robust standard deviations
-(1.4826 · median |loss - median|) and by more than `rise`. All ranks see the same mean losses, so they reach the same
-result. After a rollback the batch of the spike is left out: the steps then read the remaining batches in order.
+(1.4826 · median |loss - median|) and by more than `rise`. All ranks have the same mean losses, so they reach the same
+result. After a rollback the batch of the spike is skipped, and the steps read the remaining batches in order.
 """
 
 from __future__ import annotations
@@ -144,7 +144,7 @@ class Spikes:
 
 
 def batch_number(step: int, skipped: Iterable[int]) -> int:
-    """Return the number of the batch that the update from `step` to `step + 1` reads, when some are skipped."""
+    """Return the number of the batch that the update from `step` to `step + 1` reads, given the skipped batches."""
     number = step
     for skip in sorted(skipped):
         if skip > number:

@@ -1,4 +1,4 @@
-"""Tells a launcher what to do after a start has ended: by what run.json says, and not by the exit code alone."""
+"""Tells a launcher what to do after a start has ended, from run.json and the exit code."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ ELSEWHERE = ("hostfile", "mpi")  # launchers whose ranks may all be on other mac
 
 
 def outcome(code: int, argv: Sequence[str]) -> Literal["done", "stop", "again"]:
-    """Look up how the start that MST_START names has ended.
+    """Look up how the start with the number MST_START has ended.
 
     Args:
         code: The exit code of the ranks.
-        argv: The arguments of `mst_scale.pretrain`, which name the folder of the run.
+        argv: The arguments of `mst_scale.pretrain`, which determine the folder of the run.
 
     Returns:
         "done" if the run is finished, or was saved because it was asked to stop; "stop" if starting it again would not
@@ -35,13 +35,13 @@ def outcome(code: int, argv: Sequence[str]) -> Literal["done", "stop", "again"]:
         out = output_folder(args, read_experiment(args))
     except SystemExit:  # --help
         return "done" if code == 0 else "again"
-    except Exception as error:  # somebody is writing the config just now
-        print(f"mst_scale: the run's folder is not known: {error}", file=sys.stderr)
+    except Exception as error:  # for example, while the config is being edited
+        print(f"mst_scale: the folder of the run is not known: {error}", file=sys.stderr)
         return "again"
     finally:
         logger.disabled = before
     if not out.is_dir() and os.environ.get("MST_LAUNCHER") in ELSEWHERE:
-        print(f"mst_scale: {out} is not on this machine: only the exit code tells how the run ended", file=sys.stderr)
+        print(f"mst_scale: {out} is not on this machine, so only the exit code is known", file=sys.stderr)
         return "done" if code == 0 else "again"
     last = (run_file.read(out / "run.json").get("starts") or [{}])[-1]
     how = last.get("how") if last.get("job", {}).get("MST_START") == os.environ.get("MST_START") else None

@@ -1,6 +1,6 @@
-"""Prepares everything that a run needs before its first step, and rejects there what can be rejected.
+"""Prepares and validates everything that a run needs before its first step.
 
-`prepare` shows the order: checkpoint, batch, validation, token files, initial weights, engine, run.json.
+The order is visible in `prepare`: checkpoint, batch, validation, token files, initial weights, engine, run.json.
 
 With a method that grows (`--from`), the first rank grows the weights of a smaller run, alone and in float32 on its own
 device, while the others wait. It reads the smaller run's latest complete checkpoint. If the growth is trained (ligo),
@@ -53,13 +53,13 @@ from mst_scale.tensor_parallel import TensorGroup
 
 @dataclass(frozen=True)
 class Progress:
-    """How far a run has come: what its checkpoint holds besides weights, optimizer states and FLOPs."""
+    """The state of a run in a checkpoint, in addition to weights, optimizer states and FLOPs."""
 
     step: int = 0
     losses: tuple[float, ...] = ()
     """The latest losses, with which spikes are detected."""
     skipped: tuple[int, ...] = ()
-    """Batches left out by rollbacks."""
+    """Batches skipped by rollbacks."""
     layers: dict[str, Any] = field(default_factory=dict)
     """Changes by topology steps since the last row of the metrics."""
 
@@ -220,10 +220,10 @@ def record_start(
 
 
 def prepare_corpus(data: DataConfig) -> str:
-    """Return the folder of the token files; if the config names a source, they are made at first use.
+    """Return the folder of the token files; if the config has a source, they are prepared at first use.
 
     Raises:
-        UserError: if the config names neither a folder nor a source.
+        UserError: if the config has neither a folder nor a source.
     """
     if data.source is not None:
         folder = data.dir or f"corpora/{data.source}"
@@ -264,7 +264,7 @@ def _read_initial_weights(experiment: Experiment, ranks: Ranks) -> dict[str, Ten
 
 @dataclass(frozen=True)
 class GrownWeights:
-    """The initial weights of a run that grows out of a smaller one."""
+    """The initial weights of a run that grows from a smaller one."""
 
     weights: dict[str, Tensor]
     """By name, on the first rank; empty on the others."""
@@ -357,10 +357,10 @@ def _build_engine(experiment: Experiment, out: Path, weights: dict[str, Tensor] 
         model=model,
         model_parameters=parameter_groups(model, experiment),
         config=replace(experiment, deepspeed={**defaults, **experiment.deepspeed}),
-        # a pipeline brings its own, of the same ranks
+        # a pipeline has its own mpu with the same ranks
         mpu=None if isinstance(model, deepspeed.PipelineModule) else mesh,
     )[0]
-    # if a monitor cannot write, also DeepSpeed's own numbers of each step, only those numbers are lost
+    # if a monitor cannot write (including DeepSpeed's own numbers of each step), only these numbers are lost
     write, disk = engine.monitor.write_events, OptionalWrites()
     engine.monitor.write_events = lambda events: disk.attempt("TensorBoard's numbers", lambda: write(events))
     return engine

@@ -51,7 +51,7 @@ def choose_checkpoint(out: Path, resume: str, ranks: Ranks) -> Path | None:
     existing = ranks.on_first(lambda: store.list_tags(folder))
     if resume == "never":
         if existing:
-            ranks.fail(UserError(f"{out} already holds a run: choose another --out, or --resume auto"))
+            ranks.fail(UserError(f"{out} already contains a run: choose another --out, or --resume auto"))
         return None
     if resume == "auto":
         tag = store.newest(folder, ranks)
@@ -66,8 +66,7 @@ def choose_checkpoint(out: Path, resume: str, ranks: Ranks) -> Path | None:
 
 
 def _effective(resume: str, out: Path) -> str:
-    """Return --resume, or "auto" if this command is restarted and has begun the run: "never" and tags apply to the
-    first start only."""
+    """Return --resume, or "auto" if this is a restart of the run: "never" and tags only apply to the first start."""
     last = run_file.read(out / "run.json").get("starts", [])[-1:]
     has_begun = bool(last) and last[0].get("command") == run_file.command()
     return "auto" if is_restart() and has_begun else resume
@@ -76,7 +75,7 @@ def _effective(resume: str, out: Path) -> str:
 def initial_replicas(out: Path, ranks: Ranks, sizes: ParallelDims) -> int:
     """Return the number of replicas with which the run in `out` started, or the current one if it starts now.
 
-    Values that a config states per rank refer to that number.
+    Values of a config that are per rank refer to that number.
     """
 
     def read() -> int:
@@ -102,7 +101,7 @@ def validate_same_model(out: Path, experiment: Experiment) -> None:
     for key in result_keys(experiment):
         block, _, name = key.partition(".")
         if block == "model" and before.get("model", {}).get(name) != now["model"][name]:
-            raise UserError(f"{path}: {key} of the run in {out} is another: choose another --out")
+            raise UserError(f"{path}: the run in {out} has another {key}: choose another --out")
     precisions = [precision_of(config) for config in (before, now)]
     if precisions[0] != precisions[1]:
         raise UserError(
@@ -117,15 +116,14 @@ def validate_same_model(out: Path, experiment: Experiment) -> None:
 def with_shape_of_init(experiment: Experiment, init: str, out: Path) -> Experiment:
     """Return the experiment with the model shape of the weights it starts from (training.init).
 
-    Other keys of the model block stay. If the run has a checkpoint, its own config states the shape, and the initial
-    weights are not needed any more.
+    Other keys of the model block are kept. If the run has a checkpoint, its own config has the shape, and the initial
+    weights are no longer needed.
 
     Raises:
         UserError: if the model is not a GPT.
     """
     if experiment.model.arch != "gpt":
-        raise UserError(f"--init takes the weights of a GPT-2, but model.arch is {experiment.model.arch!r}: leave it "
-                        "out")  # fmt: skip
+        raise UserError(f"--init requires a GPT, but model.arch is {experiment.model.arch!r}: leave it out")
     from mst_scale.hugging_face import start_from  # imports torch
 
     keys = _shape_of_run(out, start_from.SHAPE) or start_from.model_keys(start_from.folder_of(init))
@@ -142,14 +140,14 @@ def _shape_of_run(out: Path, keys: Iterable[str]) -> dict[str, Any] | None:
     before = read_saved(path)
     if before.get("training", {}).get("init") is None:
         return None
-    logger.info("%s has a checkpoint: the weights of %s are not read again", out, before["training"]["init"])
+    logger.info("%s has a checkpoint, so the weights of %s are not read again", out, before["training"]["init"])
     return {key: before["model"][key] for key in keys}
 
 
 def find_loadable(source: Path, ranks: Ranks, deepspeed: dict[str, Any]) -> tuple[Path, bool]:
     """Return the folder from which these ranks can load a checkpoint, and whether it is a universal copy.
 
-    The universal copy is made if it is needed and missing or damaged.
+    The universal copy is created if it is needed and missing or damaged.
     """
     layout = store.layout(ranks.world_size, stage_of(deepspeed), sizes_of(deepspeed))
     if ranks.on_first(lambda: bool((store.head(source) or {}).get("universal"))):
@@ -163,30 +161,30 @@ def find_loadable(source: Path, ranks: Ranks, deepspeed: dict[str, Any]) -> tupl
         if not ranks.any(bool(faults)):
             return copy, True
         logger.error("%s is damaged: %s", copy, faults[0] if faults else "in a file that another rank has checked")
-    logger.info("%s: making a copy that can be loaded here", mismatch)
+    logger.info("%s: creating a copy that can be loaded", mismatch)
     seconds = ranks.on_first(lambda: _make_copy(source, mismatch), long=True)
-    logger.info("made %s in %.1f s (mst reshape makes it beforehand)", copy, seconds)
+    logger.info("created %s in %.1f s (mst reshape can do this in advance)", copy, seconds)
     return copy, True
 
 
 def _make_copy(source: Path, mismatch: str) -> float:
-    from mst_scale.checkpoints.reshape import reshape  # imports torch, which reading options must not
+    from mst_scale.checkpoints.reshape import reshape  # imports torch, which option parsing should not do
 
     try:
         return reshape(source).seconds
     except (UserError, Damaged, OSError) as error:
         kind = UserError if isinstance(error, UserError) else OSError
         raise kind(
-            f"{mismatch}, and making a copy failed ({error}): start on as many ranks as before, or make a copy "
-            f"elsewhere with mst reshape {source} OUT"
+            f"{mismatch}, and creating a copy failed ({error}): start on the same number of ranks as before, or create "
+            f"a copy elsewhere with mst reshape {source} OUT"
         ) from None
 
 
 def with_batch_of(experiment: Experiment, source: Path, replicas: int) -> Experiment:
     """Return the experiment with the global batch of a checkpoint, on the current number of replicas.
 
-    If the config sets another `train_batch_size` than the checkpoint's, the user has decided so, and it stays. If the
-    config sets no micro-batch, it is at most the checkpoint's, which is known to fit in memory.
+    A `train_batch_size` that the config sets is kept, even if it differs from the checkpoint's. If the config does not
+    set the micro-batch, it is at most the checkpoint's, which is known to fit in memory.
     """
     manifest = store.head(source) or {}
     before: int | None = manifest.get("batch")

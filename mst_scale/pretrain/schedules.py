@@ -1,16 +1,18 @@
-"""The learning rate of each step, and runs whose schedules have another length: extended runs and decay branches.
+"""Computes the learning rate of each step, and extends runs or branches off them with another schedule length.
 
-The rate is a function of the step alone, so a resumed run needs nothing but its step. After a linear warm-up:
+The rate depends on the step only, so a resumed run only needs its step. After a linear warm-up:
+
     cosine  lr = min + (peak - min) · (1 + cos(π x)) / 2, x = progress from the end of the warm-up to the last step
-    wsd     lr = peak, then linearly down to min over the last `decay` steps (warm-up, stable, decay)
-With `training.restart` the schedule, including its warm-up, starts again at that step: each part is a schedule of its
-own. Use `wsd` for sparse training: with `cosine` the rate is already low when the masks are removed. Matrices that can
+    wsd     lr = peak, then a linear decay to min over the last `decay` steps (warm-up, stable, decay)
+
+With `training.restart`, the schedule including its warm-up restarts at that step: each part is a separate schedule. Use
+`wsd` for sparse training, because with `cosine` the rate is already low when the masks are removed. Matrices that can
 be masked may have a higher rate while they are sparse (`training.sparse_rate`).
 
-A run can be given more steps than it was started with (`--steps`), and a run can branch off another one and let its
-learning rate decay from there (`--branch-decay-from`): with WSD one long run (the trunk) is also the beginning of
-shorter ones. Both are bit for bit the run that would have been planned so from its first step; where they would not be,
-they are rejected with the reason.
+A run can be extended to more steps than it was started with (`--steps`), and a run can branch off another one and decay
+its learning rate from there (`--branch-decay-from`): with WSD, one long run (the trunk) shares its first steps with
+shorter ones. In both cases the result is bit for bit that of a run with this schedule from its first step; cases in
+which it would differ are rejected with the reason.
 """
 
 from __future__ import annotations
@@ -31,7 +33,7 @@ MASKED = "can_be_masked"  # key of the parameter group of matrices that can be m
 BRANCH = "--branch-decay-from"
 # Blocks and keys that determine the steps before a branch; durations are compared one by one.
 SAME_IN_BRANCH = ("model", "data", "mst", "optimizer", "gradient_clipping", "fp16", "bf16")
-IN_STEPS = "state mst.sparsity, mst.topology.interval and mst.attention.dense_from in steps (integers)"
+IN_STEPS = "set mst.sparsity, mst.topology.interval and mst.attention.dense_from in steps (integers)"
 
 
 # --- the learning rate ---
@@ -55,7 +57,7 @@ def learning_rate(step: int, peak: float, training: TrainingConfig) -> float:
 
 
 def rate_ratio(group: Mapping[str, Any], params: Mapping[str, Any]) -> float:
-    """Return a group's learning rate divided by optimizer.params.lr; Muon's two kinds of groups may set their own."""
+    """Return a group's learning rate divided by optimizer.params.lr; Muon may set separate rates for two groups."""
     if "use_muon" not in group:
         return 1.0
     return float(params.get("muon_lr" if group["use_muon"] else "adam_lr", params["lr"]) / params["lr"])
@@ -107,7 +109,7 @@ def first_mask_difference(ours: Experiment, theirs: Experiment, until: int) -> i
     return min((step for step in (pattern, sparsity) if step is not None), default=None)
 
 
-# --- more steps than a run was started with ---
+# --- extending a run ---
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,9 +119,9 @@ class SharedSteps:
     until: int
     """Checkpoints up to this step belong to both."""
     reason: str = ""
-    """Why they differ from there on."""
+    """Why they differ after it."""
     fix: str = ""
-    """What to do so that they do not."""
+    """How to avoid the difference."""
 
     @property
     def missing_checkpoint(self) -> str:
@@ -137,16 +139,16 @@ def shared_steps(before: Experiment, longer: Experiment, out: Path) -> SharedSte
             shared = SharedSteps(step, reason, f"{restart}, or train with wsd")
         elif training.restart and step < in_steps(training.restart, training.steps):
             reason = "the learning rate of the longer run would restart later"
-            shared = SharedSteps(step, reason, f"{restart}, or state training.restart in steps")
+            shared = SharedSteps(step, reason, f"{restart}, or set training.restart in steps")
         elif step < training.steps - in_steps(training.decay, training.steps):
             warmup = in_steps(training.warmup, training.steps)
             reason = "the longer run would have another warm-up"
             shared = SharedSteps(step, reason, f"add --set training.warmup={warmup}")
         else:
-            keep = f"to keep one in the next run, raise training.keep_checkpoints or decay with {BRANCH}"
+            keep = f"to keep one in the next run, increase training.keep_checkpoints or decay with {BRANCH}"
             reason = f"the learning rate decays from step {step:,} on"
             shared = SharedSteps(step, reason, f"{restart}; {keep}")
-    # the work of the next step is prepared at the end of the step before, hence the + 1 and - 2
+    # masks and pattern of a step are prepared at the end of the previous one, hence the + 1 and - 2
     if (step := first_mask_difference(longer, before, shared.until + 1)) is not None:
         reason = f"sparsity, topology or attention of the longer run differs at step {step:,}"
         shared = SharedSteps(step - 2, reason, IN_STEPS)
@@ -190,7 +192,7 @@ def find_extension_start(
 def describe_extension(out: Path, experiment: Experiment) -> str:
     """Describe how a finished run can be given more steps, or why it cannot."""
     if experiment.mst.like is not None:
-        return f"the length of method dense-short follows from the FLOPs of {experiment.mst.like}"
+        return f"the length of method dense-short is determined by the FLOPs of {experiment.mst.like}"
     steps = experiment.training.steps
     longer = dataclasses.replace(experiment, training=dataclasses.replace(experiment.training, steps=2 * steps))
     shared = shared_steps(experiment, longer, out)
@@ -223,7 +225,7 @@ def _step_of(checkpoint: Path) -> int:
 def plan_branch(experiment: Experiment, origin: str, out: Path) -> Experiment:
     """Return the experiment with the warm-up of its trunk and a decay from the trunk's checkpoint to the last step.
 
-    If the run in `out` already has a checkpoint, its own config states both, and the trunk is not needed any more.
+    If the run in `out` already has a checkpoint, its own config has both, and the trunk is no longer needed.
 
     Args:
         experiment: the experiment that the options ask for.
@@ -231,7 +233,7 @@ def plan_branch(experiment: Experiment, origin: str, out: Path) -> Experiment:
         out: the folder of the run.
 
     Raises:
-        UserError: if the branch would not be the run that was planned so from its first step.
+        UserError: if the branch would differ from a run with its schedule from the first step.
     """
     if experiment.mst.like is not None:
         raise UserError(f"{BRANCH} ends at the step that --steps sets: it cannot be used with method dense-short")
@@ -265,7 +267,7 @@ def plan_branch(experiment: Experiment, origin: str, out: Path) -> Experiment:
             "--steps, or an earlier checkpoint as RUN:TAG"
         )
     branch = _with_decay(experiment, warmup, steps - step)
-    differs = first_mask_difference(branch, trunk, step + 1)  # the work of the next step is prepared before it
+    differs = first_mask_difference(branch, trunk, step + 1)  # the next step has already been prepared
     if differs is not None:
         raise UserError(
             f"{where}a run of {steps:,} steps differs from that of {total:,} from step {differs:,} on: {IN_STEPS}, and "
@@ -279,7 +281,7 @@ def find_branch_source(origin: str | None, experiment: Experiment, ranks: Ranks)
     """Return the undamaged checkpoint at which a new run branches off another one; None if `origin` is None.
 
     Raises:
-        UserError: if there is no such checkpoint, or the config states another batch.
+        UserError: if there is no such checkpoint, or the config sets another batch.
     """
     if origin is None:
         return None
@@ -292,7 +294,7 @@ def find_branch_source(origin: str | None, experiment: Experiment, ranks: Ranks)
 
 
 def find_branch_checkpoint(origin: str) -> Path:
-    """Return the checkpoint that RUN (its latest one) or RUN:TAG means."""
+    """Return the checkpoint RUN:TAG, or the latest one of RUN."""
     run, _, tag = origin.rpartition(":")
     if not run or Path(origin).is_dir():
         run, tag = origin, ""

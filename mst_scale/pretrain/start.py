@@ -58,14 +58,14 @@ def _stop_listening(watch: Watch) -> None:
 
 
 def _main(argv: list[str] | None, watch: Watch) -> None:
-    # DeepSpeed 0.19 uses names of collectives that torch 2.13 deprecates; users cannot do anything about that
+    # DeepSpeed 0.19 uses collectives that torch 2.13 deprecates, which users cannot change
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
     threading.excepthook = comm.thread_failed
     comm.end_with_launcher()
-    comm.speak()  # reading the config logs lines, long before the ranks meet
+    comm.speak()  # reading the config logs messages before the process group exists
     args = parse_arguments(argv)
     experiment = read_experiment(args)
-    comm.timeout()  # rejects a value that is not a number here, because DeepSpeed's import would fail with it
+    comm.timeout()  # rejects an invalid value, with which DeepSpeed's import would fail
     starting = Starting()
     starting.begins("torch and DeepSpeed")
     from mst_scale.pretrain.training_loop import train
@@ -97,7 +97,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     add("--match-flops", metavar="C", help="for dense-short: the config or folder of the run whose FLOPs it may spend")
     add("--data", metavar="DIR", help="a folder with train.bin and val.bin: overrides data.dir")
     add("--out", metavar="DIR", help="folder of the run's files (default: runs/<config>-<method>)")
-    add("--steps", type=int, metavar="N", help="overrides training.steps; a wsd run can be lengthened")
+    add("--steps", type=int, metavar="N", help="overrides training.steps; a wsd run can be extended")
     add("--init", metavar="M", help="start from these weights: gpt2, a folder of transformers, or a run")
     add(
         "--from", dest="grow_from", metavar="RUN",
@@ -145,13 +145,13 @@ def read_experiment(args: argparse.Namespace) -> Experiment:
     out = output_folder(args, experiment)
     branches = args.branch_decay_from is not None
     if branches and experiment.training.init is not None:
-        raise UserError("--branch-decay-from already sets where the run begins: leave out --init")
+        raise UserError("--branch-decay-from already determines the initial weights: leave out --init")
     growth.check_growth(experiment, branches or bool(store.list_tags(out / "checkpoints")))
     if experiment.training.init is not None:
         experiment = resume.with_shape_of_init(experiment, experiment.training.init, out)
     if args.steps is not None and experiment.mst.like is not None:
         raise UserError(
-            f"the length of method dense-short follows from the FLOPs of {experiment.mst.like}: leave out --steps"
+            f"the length of method dense-short is determined by the FLOPs of {experiment.mst.like}: leave out --steps"
         )
     check(experiment)
     if branches:
@@ -164,8 +164,10 @@ def read_experiment(args: argparse.Namespace) -> Experiment:
 
 
 def _scale_rate_durations(args: argparse.Namespace) -> list[str]:
-    """Return overrides for those durations of the learning rate, stated in steps in the file, that are longer than
-    --steps: each keeps its fraction of the run."""
+    """Return overrides for durations of the learning rate in the file that are longer than --steps.
+
+    Durations in steps keep their fraction of the run.
+    """
     training = read(args.deepspeed_config)[1].get("training", {})
     total = training.get("steps") if isinstance(training, dict) else None
     if not isinstance(total, int) or args.steps < 1:

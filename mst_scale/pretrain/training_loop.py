@@ -1,7 +1,7 @@
-"""The training loop: one optimizer step after another, and what is due after each.
+"""Runs the training loop: optimizer steps, logging, evaluation and checkpoints.
 
 Each step is a pure function of (weights, optimizer state, seed, step): batches, learning rate, dropout and topology
-depend on the number of the step, never on the state of a generator. That is why a killed run continues bit for bit.
+depend on the number of the step, never on the state of a generator. This is why a killed run resumes bit for bit.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from mst_scale.config.check import peak_learning_rate
 from mst_scale.config.parallel import sizes_of
 from mst_scale.data.sampler import Sampler
 from mst_scale.dead_units import format_counts
+from mst_scale.engine.targets import choose_targets
 from mst_scale.errors import DivergedError
 from mst_scale.flops.budgets import shortened
 from mst_scale.flops.ledger import uncounted_flops
@@ -81,7 +82,10 @@ class Run:
         self.spikes = Spikes(self.training.spike, prepared.progress.losses)
         self.skipped = list(prepared.progress.skipped)  # batches left out by rollbacks
         self.votes = comm.Votes(self.ranks)
-        self.observer = Observer(self.engine, self.experiment, self.out, self.ranks, self.step)
+        self.observer = Observer(
+            self.engine, self.experiment, self.out, self.ranks, self.step,
+            choose_targets=lambda: choose_targets(self.engine.module, self.experiment.mst.targets),
+        )  # fmt: skip
         self.record = Record(
             self.out,
             self.training.steps,
@@ -119,7 +123,7 @@ class Run:
             )  # fmt: skip
 
     def advance(self) -> None:
-        """Take one optimizer step, and do what is due after it: a row of metrics, an evaluation, a checkpoint.
+        """Take one optimizer step, and log metrics, evaluate or save a checkpoint if that is due.
 
         Raises:
             SystemExit: if the run was asked to stop; its checkpoint is saved.
@@ -127,7 +131,7 @@ class Run:
         """
         t = self.training
         mst = self.engine.mst
-        densities = mst.densities()  # of the masks with which this step computes
+        densities = mst.densities()  # of the masks of this step
         self.ledger.add(mst.pattern, densities, mst.gradient_densities())
         kind, began = kind_of(mst, densities), time.monotonic()
         loss = self._update()
@@ -140,7 +144,7 @@ class Run:
         logs, evaluates, saves = (
             last or bool(every and self.step % every == 0) for every in (t.log_every, t.eval_every, t.save_every)
         )
-        # reading the loss waits for the device, but DeepSpeed's gradient norm has just done that anyway
+        # reading the loss waits for the device, but DeepSpeed's gradient norm has already done so
         asked = self.stop is not None and self.stop.asked
         verdicts = self.votes.cast(self.step, asked, float(loss), wait=logs or evaluates or saves)
         for verdict in verdicts:
@@ -159,7 +163,7 @@ class Run:
             if self.run_file is not None:
                 self.run_file.ended(STOPPED, self.step)
                 comm.tell_launcher("MST_STOPPED")
-            self.record.say(f"asked to stop: step {self.step} is saved, and the same command continues from there")
+            self.record.say(f"asked to stop: step {self.step} is saved; run the same command again to continue")
             raise SystemExit(0)
 
     def _find_step_to_undo(self, verdict: Verdict) -> int | None:
@@ -178,9 +182,10 @@ class Run:
         return verdict.step if rolls and self.rollbacks < spike.max_rollbacks else None
 
     def _roll_back(self, bad: int) -> bool:
-        """Go back to the latest complete checkpoint before step `bad`, and leave out the batch that this step read.
+        """Roll back to the latest complete checkpoint before step `bad`, and skip the batch that this step read.
 
-        Returns whether there was such a checkpoint.
+        Returns:
+            Whether there was such a checkpoint.
         """
         self.votes.drain()  # the vote of a step that is undone, too
         tag = store.newest(self.checkpoints, self.ranks, before=bad)
@@ -204,7 +209,7 @@ class Run:
         self._record_event("rolled back", from_step=here, to_step=self.step, skipped=left_out)
         self.record.rewind(self.step, self._tokens())
         self.observer.rewind(self.step)
-        self.record.say(f"rolled back to step {self.step}; left out: batch {', '.join(map(str, left_out))}")
+        self.record.say(f"rolled back to step {self.step}; skipped: batch {', '.join(map(str, left_out))}")
         return True
 
     def _log(self, loss: torch.Tensor, evaluates: bool) -> None:
@@ -255,10 +260,10 @@ class Run:
 
     @torch.no_grad()
     def evaluate(self) -> float:
-        """Return the mean validation loss over sequences that are always the same, on any number of ranks.
+        """Return the mean validation loss over a fixed set of sequences, on any number of ranks.
 
-        Micro-batches are assigned in turn. A rank that has none left runs an idle forward pass, because under ZeRO-3
-        every forward pass is a collective.
+        Micro-batches are assigned in turn. A rank that has none left repeats the last one, because under ZeRO-3 every
+        forward pass is a collective.
         """
         count = -(-self.training.eval_sequences // self.micro)
         mine = [self.share.micro_batch(turn) for turn in range(-(-count // self.share.replicas))]
@@ -276,9 +281,9 @@ class Run:
         if self.nonfinite:
             rate = learning_rate(self.step - 1, self.peak, self.training)
             message = (
-                f"the loss was not a finite number in {self.nonfinite} steps in a row up to step {self.step} (learning "
-                f"rate {rate:.3g}); the checkpoints in {self.checkpoints} are older: lower the learning rate or check "
-                "the data, then resume"
+                f"the loss was not finite in {self.nonfinite} consecutive steps up to step {self.step} (learning rate "
+                f"{rate:.3g}); the checkpoints in {self.checkpoints} are older: lower the learning rate or check the "
+                "data, then resume"
             )
             raise DivergedError(message)
 
@@ -299,7 +304,7 @@ class Run:
         self.ranks.fail(error)
 
     def _save(self, final: bool) -> None:
-        """Save a checkpoint. If that fails before the end, the run continues and saves again when it is due."""
+        """Save a checkpoint. If that fails before the end, the run continues and tries again when the next is due."""
         state = {
             **self.ledger.state(),
             "losses": list(self.spikes.losses),

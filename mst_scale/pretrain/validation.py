@@ -1,9 +1,9 @@
-"""Rejects, before a corpus is prepared or a model is built, what DeepSpeed, torch or the machine would reject later.
+"""Checks for errors of DeepSpeed, torch and the machine before a corpus is prepared or a model is built.
 
 DeepSpeed reports such errors on every rank, as tracebacks that do not name the config key. Here each is one line that
 does. This file also chooses between two implementations of Adam on a CPU: DeepSpeed's is compiled at first use, which
-takes minutes; torch's fused kernel is as fast and needs no compilation, so new runs take it. The two round differently,
-so a resumed run keeps the one named in its checkpoints (`zero_shards.adam_of`).
+takes minutes; torch's fused kernel is as fast and needs no compilation, so new runs use it. The two round differently,
+so a resumed run keeps the one recorded in its checkpoints (`zero_shards.adam_of`).
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ import torch
 from pydantic import ValidationError
 
 from mst_scale import zero_shards
-from mst_scale.comm import Mesh, format_value, logger
+from mst_scale.comm import Mesh, logger
 from mst_scale.config import Experiment
 from mst_scale.config.parallel import sizes_of, without_sizes
 from mst_scale.config.support import precision_of, stage_of
-from mst_scale.errors import UserError
+from mst_scale.errors import UserError, format_value
 
 MONITORS = {"tensorboard": "tensorboard", "wandb": "wandb", "comet": "comet_ml", "csv_monitor": None}
 # Parameters that DeepSpeed removes before it constructs an Adam.
@@ -40,13 +40,13 @@ TORCH_ADAM = {"torch_adam": True, "fused": True}
 
 
 def validate(experiment: Experiment, ranks: int, mesh: Mesh | None = None) -> None:
-    """Run all checks. Each rank calls this for itself, because machines may differ.
+    """Run all checks. Each rank calls this, because machines may differ.
 
     Raises:
         UserError: if the experiment cannot run on `ranks` processes of this machine.
     """
     validate_memory(experiment, ranks)
-    zero_shards.refuse_precision(precision_of(experiment.deepspeed))
+    zero_shards.check_precision(precision_of(experiment.deepspeed))
     validate_deepspeed_keys(without_sizes(experiment.deepspeed), mesh)
     validate_optimizer(experiment)
     validate_monitors(experiment.deepspeed)
@@ -56,15 +56,15 @@ def validate(experiment: Experiment, ranks: int, mesh: Mesh | None = None) -> No
 
 
 def validate_deepspeed_keys(config: dict[str, Any], mesh: Mesh | None = None) -> None:
-    """Let DeepSpeed read its part of the config.
+    """Check DeepSpeed's part of the config by letting DeepSpeed read it.
 
     Raises:
-        UserError: if it raises an error; the message names the key.
+        UserError: if DeepSpeed raises an error; the message names the key.
     """
     error = _error_of_deepspeed(config, mesh)
     if error is None:
         return
-    for key in config:  # find the key without which there is no error, or another one
+    for key in config:  # find the key without which the error disappears or changes
         other = _error_of_deepspeed({name: value for name, value in config.items() if name != key}, mesh)
         if other is None or _describe(other) != _describe(error):
             raise UserError(f"{key}{_describe(error, key)} (a key of DeepSpeed: see its documentation)") from None
@@ -74,7 +74,7 @@ def validate_deepspeed_keys(config: dict[str, Any], mesh: Mesh | None = None) ->
 def _error_of_deepspeed(config: dict[str, Any], mesh: Mesh | None) -> Exception | None:
     try:
         deepspeed.DeepSpeedConfig(dict(config), mesh)
-    except Exception as error:  # a wrong value raises whatever reading it leads to: AssertionError, KeyError, TypeError
+    except Exception as error:  # a wrong value may raise anything: AssertionError, KeyError, TypeError
         return error
     return None
 
@@ -94,7 +94,7 @@ def _describe(error: Exception, key: str = "") -> str:
 
 
 def validate_optimizer(experiment: Experiment) -> None:
-    """Check that optimizer.type exists, and that it takes every key of optimizer.params.
+    """Check that optimizer.type exists and accepts every key of optimizer.params.
 
     Raises:
         UserError: if it does not.
@@ -125,7 +125,7 @@ def validate_optimizer(experiment: Experiment) -> None:
 
 
 def _known_params(name: str, params: dict[str, Any], config: dict[str, Any]) -> list[str]:
-    """Return the parameters that an optimizer of this type takes."""
+    """Return the parameters that an optimizer of this type accepts."""
     ops, kind, offload = deepspeed.ops, name.lower(), _offload_device(config) == "cpu"
     if kind in ("adam", "adamw"):
         if params.get("torch_adam"):
@@ -178,7 +178,7 @@ def choose_adam(experiment: Experiment, is_new: bool, saved: str | None) -> Expe
 
 
 def leaves_adam_open(experiment: Experiment) -> bool:
-    """Return whether the config asks for Adam without choosing torch's or DeepSpeed's, where both can be used."""
+    """Return whether the config uses Adam without choosing torch's or DeepSpeed's, and both are possible."""
     config = experiment.deepspeed
     optimizer = config["optimizer"]
     is_adam = str(optimizer["type"]).lower() in ("adam", "adamw")
@@ -189,7 +189,7 @@ def leaves_adam_open(experiment: Experiment) -> bool:
 
 
 def validate_same_adam(saved: str | None, now: str, source: Path) -> None:
-    """Check that states of torch's Adam are not loaded into DeepSpeed's, or the reverse: their contents differ.
+    """Check that states of torch's Adam are not loaded into DeepSpeed's or vice versa, because they differ.
 
     Args:
         saved: the optimizer named in the checkpoint.
@@ -211,13 +211,13 @@ def validate_same_adam(saved: str | None, now: str, source: Path) -> None:
 
 
 def validate_monitors(config: dict[str, Any]) -> None:
-    """Check that the packages of all enabled monitors are installed, and make their folders.
+    """Check that the packages of all enabled monitors are installed, and create their folders.
 
     Only rank 0 uses the monitors; if one failed there, the other ranks would wait in DeepSpeed's collectives.
 
     Raises:
         UserError: if a package is missing.
-        OSError: if a folder cannot be made.
+        OSError: if a folder cannot be created.
     """
     for name, module in MONITORS.items():
         monitor = config.get(name, {})
@@ -247,7 +247,7 @@ def validate_memory(experiment: Experiment, ranks: int) -> None:
 
 
 def machine_memory() -> int:
-    """Return the bytes of memory of this machine, or what its container may use of them."""
+    """Return the memory of this machine in bytes, or the limit of its container."""
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     with contextlib.suppress(OSError, ValueError):  # no cgroup, or one without a limit ("max")
         memory = min(memory, int(Path("/sys/fs/cgroup/memory.max").read_text()))

@@ -1,6 +1,6 @@
-"""Prunes a finished model: chooses which of its weights become zero.
+"""Prunes a trained model: selects weights and sets them to zero.
 
-request      what a user can ask for, checked; `METHODS`: the pruning methods by name
+request      validates the user's options; `METHODS`: the pruning methods by name
 method       what a pruning method is, how much it removes, and the groups of N:M
 scores       magnitude and Wanda: the weights with the lowest scores
 sparsegpt    SparseGPT: the weights whose removal is easiest to compensate; the others are updated

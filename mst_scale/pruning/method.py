@@ -20,7 +20,7 @@ from mst_scale.errors import UserError
 
 @dataclass(frozen=True)
 class NM:
-    """At most `keep` of `of` weights are not zero."""
+    """An N:M pattern: at most `keep` of every `of` weights are not zero."""
 
     keep: int
     of: int
@@ -51,31 +51,31 @@ class NM:
 
 @dataclass(frozen=True)
 class Amount:
-    """How much of a matrix becomes zero: a fraction of it, or of each group of a pattern (then `share` is its own)."""
+    """How much of a matrix becomes zero: a fraction of it, or with `pattern`, a fraction of each group."""
 
     share: Fraction
     pattern: NM | None = None
 
     @classmethod
     def of(cls, pattern: NM) -> Amount:
-        """The amount that a pattern removes."""
+        """Return the amount for a pattern."""
         return cls(pattern.share, pattern)
 
     def among(self, count: int) -> int:
-        """⌊share · count⌋, exactly."""
+        """Return ⌊share · count⌋, exactly."""
         return self.share.numerator * count // self.share.denominator
 
 
 @dataclass(frozen=True)
 class PruningMethod:
-    """A way to choose the weights that become zero.
+    """A method to select the weights that become zero.
 
     Attributes:
         title: Its name and publication, for a model card.
         prune: Sets weights of a matrix (outputs, inputs) to zero in place, and may change others; zeros stay zero. The
             second argument is the sum of `of_inputs` over all calibration tokens.
-        of_inputs: What to sum over a layer's inputs (tokens, inputs); None if the method looks at weights alone.
-        spread: Whether layers share one budget (mst.sparsity.distribution); else each loses the same fraction.
+        of_inputs: The statistic of a layer's inputs (tokens, inputs) to sum; None if the method only uses weights.
+        spread: Whether layers share one budget (mst.sparsity.distribution); otherwise each loses the same fraction.
         within: If not `spread`, the part of a matrix in which weights are compared.
     """
 
@@ -87,18 +87,18 @@ class PruningMethod:
 
 
 def lowest(scores: Tensor, zeros: Tensor, count: int) -> Tensor:
-    """Choose the weights of each group that become zero.
+    """Select the weights of each group that become zero.
 
-    Weights that training left at exactly 0 (`zeros`) go first and count as pruned: a group that has enough of them
-    loses nothing more, and no zero comes back. Of equal scores the lower index stays, as everywhere in the code.
+    Weights that training left at exactly 0 (`zeros`) are selected first and count as pruned: a group that has enough of
+    them loses no others, and zeros stay zero. Of equal scores the lower index is kept, as everywhere in the code.
 
     Args:
         scores: (groups, size), at least 0.
         zeros: (groups, size), bool.
-        count: How many of each group become zero, unless it has more zeros already.
+        count: The number of weights per group that become zero, unless it already has more zeros.
 
     Returns:
-        Which weights become zero; (groups, size), bool.
+        Flags of the weights that become zero; (groups, size), bool.
     """
     best_first = scores.masked_fill(zeros, -1).argsort(dim=-1, descending=True, stable=True)
     last = best_first[:, scores.shape[-1] - count :]

@@ -1,13 +1,13 @@
 """Prunes the matrices of a model one after the other, in the order of its network.
 
-Wanda and SparseGPT (arXiv 2306.11695, 2301.00774) proceed block by block: a block's layers are pruned by their inputs
-when all blocks before it are pruned already, and the block itself is not yet. The layers behind the blocks (the head's)
-follow in the same way. The hidden states of all sequences are held between two blocks; the inputs of a block's layers
-are summed as they come.
+Wanda and SparseGPT (arXiv 2306.11695, 2301.00774) proceed block by block: the layers of a block are pruned by the
+inputs that they have when all earlier blocks have been pruned, but the block itself has not. The layers after the
+blocks (those of the head) follow in the same way. Between two blocks, the hidden states of all sequences are in memory;
+the inputs of a block's layers are summed as they are computed.
 
-The inputs are those of a calibration: windows of a corpus's training split, drawn with a seed of their own, so that
-they are the same for every run and not the run's batches. Both papers take 128 sequences. BERT sees them masked, as in
-training. A matrix that no linear layer multiplies with has no inputs: a head tied to the token embedding is not pruned.
+The calibration inputs are windows of a corpus's training split. They are drawn with a fixed seed, so that they are the
+same for every run and differ from its batches. Both papers use 128 sequences. For BERT they are masked, as in training.
+A matrix that no linear layer multiplies by has no inputs: a head tied to the token embedding is not pruned.
 """
 
 from __future__ import annotations
@@ -56,15 +56,15 @@ def prune_model(
 
     Args:
         model: The model, in evaluation mode.
-        method: How weights are chosen.
+        method: The pruning method.
         amounts: How much of each matrix becomes zero, by parameter name.
-        batches: The calibration, tokens and targets; a method that looks at weights alone needs none.
+        batches: The calibration batches of tokens and targets; not needed by a method that only uses weights.
 
     Returns:
-        The names of matrices that were not pruned, because no linear layer multiplies with them.
+        The names of matrices that were not pruned, because no linear layer multiplies by them.
 
     Raises:
-        UserError: if that is true of all of them, or the model computes values that are not finite.
+        UserError: if none of them can be pruned, or the model computes values that are not finite.
     """
     parameters, of_inputs = dict(model.named_parameters()), method.of_inputs
     if of_inputs is None:
@@ -82,7 +82,7 @@ def prune_model(
             return
         for name, total in _summed({name: layers[name] for name in names}, of_inputs, run).items():
             if not total.isfinite().all():
-                raise UserError(f"the inputs that {name} is multiplied with are not finite: the model cannot be pruned")
+                raise UserError(f"the inputs of the layer of {name} are not finite: the model cannot be pruned")
             method.prune(layers[name].weight.data, total, amounts[name])
             done.add(name)
 
@@ -96,7 +96,7 @@ def prune_model(
     step(rest, lambda: [model(tokens, targets) for tokens, targets in batches])
     if not done:
         raise UserError(
-            f"no linear layer multiplies with {', '.join(amounts)}, so there are no inputs to prune by: choose other "
+            f"no linear layer multiplies by {', '.join(amounts)}, so there are no inputs to prune by: use other "
             "mst.targets (--config FILE), or --method magnitude"
         )
     return [name for name in amounts if name not in done]
@@ -109,7 +109,7 @@ def _each(block: nn.Module, hidden: Sequence[Tensor]) -> list[Tensor]:
 def _summed(
     layers: Mapping[str, nn.Linear], of_inputs: Callable[[Tensor], Tensor], run: Callable[[], object]
 ) -> dict[str, Tensor]:
-    """The sums, in float64, over the inputs of these layers while `run` runs; a layer without inputs has none."""
+    """Sum `of_inputs` in float64 over the inputs that these layers receive in `run`; skip layers without inputs."""
     sums: dict[str, Tensor] = {}
 
     def see(name: str, layer: nn.Module, given: tuple[Tensor, ...]) -> None:
@@ -127,11 +127,11 @@ def _summed(
 
 
 class _Reached(Exception):
-    """Ends a model's forward pass where its first block begins."""
+    """Raised to end a model's forward pass at its first block."""
 
 
 def _entering(block: nn.Module, model: nn.Module, tokens: Tensor) -> Tensor:
-    """The hidden states that a model's first block receives."""
+    """Return the hidden states that a model's first block receives."""
     caught: list[Tensor] = []
 
     def catch(_: nn.Module, given: tuple[Any, ...]) -> None:

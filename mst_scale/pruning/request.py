@@ -1,4 +1,4 @@
-"""Checks what a user asks of pruning: the method, the amount, the calibration text."""
+"""Validates the pruning options: the method, the amount and the calibration text."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from mst_scale.pruning.sparsegpt import SPARSEGPT
 
 METHODS: dict[str, PruningMethod] = {"magnitude": MAGNITUDE, "wanda": WANDA, "sparsegpt": SPARSEGPT}
 DEFAULT = "magnitude"
-AGREE = 1e-3  # between --prune and the share of a pattern: 1:3 is --prune 0.667
+TOLERANCE = 1e-3  # between --prune and the fraction of a pattern: 1:3 is --prune 0.667
 
 
 @dataclass(frozen=True)
 class Request:
-    """A pruning request that was checked. `calibration` is the corpus that was named; None is the run's own."""
+    """A validated pruning request. A `calibration` corpus of None is that of the run."""
 
     name: str
     share: float
@@ -36,20 +36,20 @@ class Request:
 
     @property
     def needs_calibration(self) -> bool:
-        """Whether the method looks at the inputs of layers."""
+        """Whether the method uses the inputs of layers."""
         return self.method.of_inputs is not None
 
     def amounts(self, shapes: Mapping[str, Shape], distribution: str) -> dict[str, Amount]:
-        """Return how much each of these matrices loses.
+        """Return how much of each of these matrices becomes zero.
 
         Raises:
-            UserError: if the groups of a pattern do not fill the rows of a matrix.
+            UserError: if the rows of a matrix cannot be divided into the groups of a pattern.
         """
         if self.pattern is not None:
             for name, shape in shapes.items():
                 if shape[1] % self.pattern.of:
                     raise UserError(
-                        f"--pattern {self.pattern}: {name} has {shape[1]} inputs, which are no multiple of "
+                        f"--pattern {self.pattern}: {name} has {shape[1]} inputs, which is not a multiple of "
                         f"{self.pattern.of}: choose another M"
                     )
             return {name: Amount.of(self.pattern) for name in shapes}
@@ -62,23 +62,28 @@ class Request:
         }
 
     def about(self, corpus: str, left: Sequence[str]) -> dict[str, Any]:
-        """Describe what was done for programs; `corpus` is the calibration's, `left` are matrices not pruned."""
-        looked = {"calibration": corpus, "sequences": self.sequences} if self.needs_calibration else {}
+        """Describe the pruning for programs.
+
+        Args:
+            corpus: The calibration corpus.
+            left: The matrices that were not pruned.
+        """
+        calibrated = {"calibration": corpus, "sequences": self.sequences} if self.needs_calibration else {}
         pattern = None if self.pattern is None else str(self.pattern)
-        return {"how": self.name, "share": self.share, "pattern": pattern, **looked, "left": list(left)}
+        return {"how": self.name, "share": self.share, "pattern": pattern, **calibrated, "left": list(left)}
 
     def describe(self, corpus: str, left: Sequence[str], distribution: str) -> str:
-        """Describe what was done for a model card."""
+        """Describe the pruning for a model card."""
         if self.pattern is not None:
             n, m = self.pattern.keep, self.pattern.of
-            amount = f"{self.pattern} (of every {m} consecutive inputs of an output at most {n} weights are not 0)"
+            amount = f"{self.pattern} (at most {n} of every {m} consecutive inputs of an output are not 0)"
         elif self.method.spread:
             amount = f"{self.share:.4g} of the weights that may be sparse, spread over layers by {distribution}"
         else:
             amount = f"{self.share:.4g} of {self.method.within}"
-        looked = f", calibrated on {self.sequences} sequences of {corpus}" if self.needs_calibration else ""
-        kept = f"; not pruned, for no linear layer multiplies with it: {', '.join(left)}" if left else ""
-        return f"{amount}, by {self.method.title}{looked}{kept}"
+        calibrated = f", calibrated on {self.sequences} sequences of {corpus}" if self.needs_calibration else ""
+        kept = f"; not pruned, because no linear layer multiplies by it: {', '.join(left)}" if left else ""
+        return f"{amount}, by {self.method.title}{calibrated}{kept}"
 
 
 def requested(
@@ -88,35 +93,42 @@ def requested(
     calibration: str | None = None,
     sequences: int | None = None,
 ) -> Request | None:
-    """Check the options of a command line, and return the request; None if nothing is to be pruned.
+    """Validate the options of the command line, and return the request; None if nothing is to be pruned.
+
+    Args:
+        method: the name of a pruning method.
+        share: the fraction of weights to set to zero.
+        pattern: N:M, instead of `share`.
+        calibration: the corpus for methods that use inputs of layers.
+        sequences: the number of its sequences.
 
     Raises:
-        UserError: if an option has a wrong value or does not go with the others.
+        UserError: if an option has an invalid value or contradicts the others.
     """
     if method is not None and method not in METHODS:
         raise UserError(f"--method {method!r} is unknown: choose one of {', '.join(METHODS)}")
     if share is not None and not 0 <= share < 1:
-        raise UserError(f"--prune {share}: give the share of weights that become zero, 0 ≤ S < 1")
+        raise UserError(f"--prune must be in [0, 1), not {share}: it is the fraction of weights that become zero")
     groups = None if pattern is None else NM.parse(pattern)
     if groups is not None:
-        if share is not None and abs(share - groups.share) > AGREE:
+        if share is not None and abs(share - groups.share) > TOLERANCE:
             raise UserError(
-                f"--pattern {groups} makes a share of {float(groups.share):.4g} zero, not --prune {share}: leave out "
-                "one of the two"
+                f"--pattern {groups} sets the fraction {float(groups.share):.4g} to zero, not --prune {share}: use one "
+                "of the two"
             )
         share = float(groups.share)
     calibrated = [name for name, known in METHODS.items() if known.of_inputs is not None]
     if (method or DEFAULT) not in calibrated:
         for option, value in (("--calibration", calibration), ("--calibration-sequences", sequences)):
             if value is not None:
-                raise UserError(f"{option} is for --method {' or '.join(calibrated)}: magnitude looks at no text")
+                raise UserError(f"{option} is for --method {' or '.join(calibrated)}: magnitude does not use a corpus")
     if share is None:
         if method is not None:
-            raise UserError(f"--method {method}: say how much, with --prune S or --pattern N:M")
+            raise UserError(f"--method {method} requires --prune S or --pattern N:M")
         return None
     method = method or DEFAULT
     if method in calibrated and share == 0:
-        raise UserError(f"--prune {share} --method {method} prunes nothing: give 0 < S < 1, or leave both out")
+        raise UserError(f"--prune {share} --method {method} prunes nothing: use 0 < S < 1, or leave both out")
     if sequences is not None and sequences < 1:
-        raise UserError(f"--calibration-sequences {sequences}: give at least 1")
+        raise UserError(f"--calibration-sequences must be at least 1, not {sequences}")
     return Request(method, share, groups, calibration, SEQUENCES if sequences is None else sequences)

@@ -1,4 +1,4 @@
-"""Prunes the weights with the lowest scores, and changes no others: magnitude and Wanda.
+"""Implements magnitude pruning and Wanda, which remove the weights with the lowest scores and change no others.
 
     magnitude   |W_ij|                  compared within the whole matrix (Han et al. 2015, arXiv 1506.02626); layers
                                         share one budget, as in training

@@ -1,8 +1,8 @@
-"""Prunes a matrix column by column and updates the columns behind to compensate: SparseGPT (Frantar and Alistarh 2023,
-arXiv 2301.00774).
+"""Implements SparseGPT, which prunes a matrix column by column and updates later columns to compensate.
 
-A row w of the matrix should keep its outputs wX over the calibration tokens X. The curvature of that error is H, the
-same for every row, and its Cholesky factor holds what each step needs once the columns before it are decided:
+See Frantar and Alistarh 2023, arXiv 2301.00774. Each row w of the matrix should keep its outputs wX for the calibration
+tokens X. The Hessian H of this error is the same for every row, and its Cholesky factor contains what each step needs
+after the columns before it have been processed:
 
     H   = 2XXᵀ + λI,  λ = 0.01 · mean of the diagonal of 2XXᵀ
     H⁻¹ = UᵀU,        U upper triangular;  row c of U is that of [H_c:,c:]⁻¹, divided by the root of its first number
@@ -13,11 +13,11 @@ column by column:
 
     e = w_c / U_cc where w_c is removed, else 0;      w_c: ← w_c: - e · U_c,c:
 
-at once within the block, and for all columns behind it when the block is done. Everything is computed in float64.
+immediately within the block, and for all later columns at the end of the block. Everything is computed in float64.
 
-Beyond the paper: weights that are zero beforehand are removed first, and stay zero. Next come those of inputs that are
-zero in the whole calibration (of dead neurons, say): their score is 0, where λ alone would give them one. If all inputs
-are zero, H is I.
+Beyond the paper: weights that are already zero are removed first, and stay zero. Next are those whose inputs are zero
+for the whole calibration (for example of dead neurons): their score is 0, while λ alone would give them a positive one.
+If all inputs are zero, H is I.
 """
 
 from __future__ import annotations
@@ -56,17 +56,18 @@ def prune(weight: Tensor, inputs: Tensor | None, amount: Amount, block: int = BL
     unused = inputs.diagonal() == 0
     ease = upper.diagonal().masked_fill(unused & ~unused.all(), torch.inf)
     for start in range(0, weight.shape[1], block):
-        inside, behind = slice(start, start + block), slice(start + block, None)
+        inside, later = slice(start, start + block), slice(start + block, None)
         u = upper[inside, inside]
         values[:, inside], errors = _block(values[:, inside], zeros[:, inside], u, ease[inside], amount)
-        values[:, behind] -= errors @ upper[inside, behind]
+        values[:, later] -= errors @ upper[inside, later]
     weight.copy_(values)
 
 
 def _block(values: Tensor, zeros: Tensor, u: Tensor, ease: Tensor, amount: Amount) -> tuple[Tensor, Tensor]:
-    """The new weights of a block of columns, and the errors that the columns behind compensate.
+    """Return the new weights of a block of columns, and the errors for which later columns compensate.
 
-    A weight's score is (w / ease)²; `ease` of a column says how well others compensate for it: U_cc, or infinity.
+    The score of a weight is (w / ease)²; `ease` describes how well other columns compensate for a column: U_cc, or
+    infinity.
     """
     values, errors, pattern = values.clone(), torch.zeros_like(values), amount.pattern
     removed = zeros.clone()
@@ -80,7 +81,7 @@ def _block(values: Tensor, zeros: Tensor, u: Tensor, ease: Tensor, amount: Amoun
             removed[:, group] = lowest(scores, zeros[:, group], amount.among(pattern.of))
         errors[:, c] = (values[:, c] / u[c, c]).masked_fill(~removed[:, c], 0)
         values[:, c:] -= errors[:, c, None] * u[c, c:]
-        values[:, c].masked_fill_(removed[:, c], 0)  # up to rounding it is
+        values[:, c].masked_fill_(removed[:, c], 0)  # it is 0 except for rounding
     return values, errors
 
 

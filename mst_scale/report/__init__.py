@@ -34,7 +34,7 @@ MAX_SECTIONS = 8  # groups with sections of their own
 
 @dataclass
 class Figure:
-    """A drawn figure: its inline SVG, and the files beside the page."""
+    """A drawn figure: its inline SVG, and the files next to the page."""
 
     key: str
     caption: str

@@ -35,7 +35,7 @@ from mst_scale.run_logging.snapshots import Matrix, Snapshot, kind_of
 WARM_UP = 0.03  # share of a run whose loss falls so steeply that it would flatten the rest
 MARKS = 40  # evaluations marked on a line
 MAP = "cividis"  # one lightness scale for all kinds of colour vision
-LABELS = 24  # layers that can be named beside a map
+LABELS = 24  # layers that can be named next to a map
 PHASES_SHOWN = 5  # columns of a heat map: the last phases
 NO_TOPOLOGY = "metrics.jsonl has no topology step"
 
@@ -98,7 +98,7 @@ def loss(groups: Sequence[Group], x_axis: XAxis) -> Plot:
 
 
 def _last_perplexity(groups: Sequence[Group]) -> Plot:
-    """The paper's bar charts of ablations, as dots: a bar would start at a perplexity of 0, which means nothing."""
+    """Draw the paper's bar charts of ablations as dots, as a bar would start at a meaningless perplexity of 0."""
 
     def draw(figure: Figure, theme: Theme) -> None:
         found = [[np.exp(r.last_val_loss) for r in g.runs if r.last_val_loss is not None] for g in groups]
@@ -150,7 +150,7 @@ def gradient_norm(groups: Sequence[Group]) -> Plot:
 
 
 def throughput(groups: Sequence[Group]) -> Plot:
-    """Tokens per second."""
+    """Draw the tokens per second."""
 
     def draw(figure: Figure, theme: Theme) -> None:
         curves = [spread([smoothed(_curve(run.series, STEPS, "tokens_per_s")) for run in g.runs]) for g in groups]
@@ -254,8 +254,7 @@ def run_charts(run: Run) -> list[Plot]:
         return []
     return [
         _sparsity(run), _update_fraction(run), _prune_and_grow(run), _dead_units(run),
-        _churn(run), _changed_weights(run, "pruned"), _changed_weights(run, "grown"), _exploration(run),
-        _densities(run),
+        *(_layer_map(run, shown) for shown in LAYER_MAPS), _densities(run),
     ]  # fmt: skip
 
 
@@ -292,7 +291,7 @@ def _sparsity(run: Run) -> Plot:
 
 
 def _over_steps(run: Run, key: str, title: str, caption: str, draw_lines: Callable[[Axes, Theme], None]) -> Plot:
-    """A chart over the run's steps, with its phases shaded."""
+    """Draw a chart over the run's steps, with its phases shaded."""
 
     def draw(figure: Figure, theme: Theme) -> None:
         axes = figure.subplots()
@@ -358,52 +357,92 @@ def _dead_units(run: Run) -> Plot:
     return _over_steps(run, "dead-units", "Dead units", caption, draw)
 
 
-def _churn(run: Run) -> Plot:
-    def norm(low: float, high: float) -> Normalize:
-        return LogNorm(max(low, 1e-5), max(high, 1e-4))
+def _percent(share: float) -> str:
+    return f"{100 * share:.3g} %"
 
-    caption = (
+
+class LayerMap(NamedTuple):
+    """What a map of the layers over steps shows."""
+
+    key: str
+    column: str
+    choice: str
+    title: str
+    label: str
+    caption: str
+    missing: str
+    form: Callable[[float], str]
+    norm: Callable[[float, float], Normalize]  # of the lowest and the highest value
+
+
+_COUNTS = (
+    "Sums over the topology steps between two logged rows; the mean where rows are merged. Blank where none were {}."
+)
+LAYER_MAPS = (
+    LayerMap(
+        "churn", "churn", "churn", "Churn of each layer", "changes of mask bits",
         "Changes of a layer's mask bits as a share of its weights, summed over the topology steps between two logged "
-        "rows: a bit that flips back counts twice. Blank where none changed."
-    )
-    return _log_map(
-        run, "churn", title="Churn of each layer", label="changes of mask bits", caption=caption,
-        missing="no mask bit changed at a topology step", norm=norm, form=_percent,
-    )  # fmt: skip
+        "rows: a bit that flips back counts twice. Blank where none changed.",
+        "no mask bit changed at a topology step", _percent, lambda low, high: LogNorm(max(low, 1e-5), max(high, 1e-4)),
+    ),
+    *(
+        LayerMap(
+            f"layers-{what}", what, what, f"Weights {what} in each layer", f"weights {what}", _COUNTS,
+            f"no weight was {what} at a topology step", format_rounded,
+            lambda low, high: LogNorm(low, max(high, 1.01 * low)),
+        )
+        for what in ("pruned", "grown")
+    ),
+    LayerMap(
+        "exploration", "ever_active", "ever active", "Exploration of each layer (ITOP)", "share ever active",
+        "Share of a layer's weights that were active at any time so far.",
+        "weights that were ever active were not counted (mst.topology.track_coverage)", _percent,
+        lambda low, high: Normalize(0, 1),
+    ),
+)  # fmt: skip
 
 
-def _changed_weights(run: Run, what: str) -> Plot:
-    """How many weights of each layer were pruned (or grown)."""
+def _layer_map(run: Run, shown: LayerMap) -> Plot:
+    """Draw a value of each layer over steps, with the layers kind by kind."""
 
-    def norm(low: float, high: float) -> Normalize:
-        return LogNorm(low, max(high, 1.01 * low))
-
-    caption = (
-        "Sums over the topology steps between two logged rows; the mean where rows are merged. "
-        "Blank where there were none."
-    )
-    return _log_map(
-        run, what, title=f"Weights {what} in each layer", label=f"weights {what}", caption=caption,
-        missing=f"no weight was {what} at a topology step", norm=norm, form=format_rounded,
-    )  # fmt: skip
-
-
-def _exploration(run: Run) -> Plot:
     def draw(figure: Figure, theme: Theme) -> None:
-        values = _layers(run, "ever_active")
+        if run.layers is None:
+            raise Missing(NO_TOPOLOGY)
+        values, names, steps = run.layers.matrix(shown.column), run.layers.names, run.layers.steps
+        values = np.where(values > 0, values, np.nan)
         if not np.isfinite(values).any():
-            raise Missing("weights that were ever active were not counted (mst.topology.track_coverage)")
-        if not _varies(values):
+            raise Missing(shown.missing)
+        if shown.column == "ever_active" and not _varies(values):
             raise Missing(f"{_percent(np.nanmax(values))} of the weights of every layer were ever active")
-        _draw_map(figure, theme, run, values, norm=Normalize(0, 1), label="share ever active", form=_percent)
-        figure.axes[0].set_title("Exploration of each layer (ITOP)")
+        order = [names.index(name) for members in _by_kind(names).values() for name in members]
+        before = steps[0] - (steps[1] - steps[0] if len(steps) > 1 else 1)
+        edges = np.concatenate([[max(0.0, before) if steps[0] > 0 else -1.0], steps])
+        norm, axes = shown.norm(np.nanmin(values), np.nanmax(values)), figure.subplots()
+        rows = np.arange(len(values) + 1)
+        mesh = axes.pcolormesh(edges, rows, values[order], norm=norm, cmap=MAP, rasterized=True)
+        bar = figure.colorbar(mesh, ax=axes, pad=0.02)
+        bar.set_label(shown.label)
+        bar.outline.set_edgecolor(theme.axis)
+        bar.ax.yaxis.set_major_formatter(lambda value, _: shown.form(value))
+        if isinstance(norm, LogNorm):
+            wide = np.nanmax(values) > 50 * np.nanmin(values)
+            bar.ax.yaxis.set_major_locator(LogLocator(subs=(1.0,) if wide else (1.0, 2.0, 5.0)))
+            bar.ax.yaxis.set_minor_locator(NullLocator())
+        labelled = range(0, len(values), -(-len(values) // LABELS))
+        axes.set_yticks([row + 0.5 for row in labelled], [_short(names[order[row]]) for row in labelled], fontsize=8.5)
+        axes.invert_yaxis()
+        axes.grid(visible=False)
+        axes.tick_params(axis="y", length=0)
+        steps_axis(axes)
+        axes.set_title(shown.title)
 
-    caption = "Share of a layer's weights that were active at any time so far."
-    return Plot("exploration", caption, draw, _map_height(run), place="layers", choice="ever active")
+    labels = 0 if run.layers is None else min(LABELS, len(run.layers.names))
+    height = max(HEIGHT - 0.6, 1.1 + 0.17 * labels)
+    return Plot(shown.key, shown.caption, draw, height, place="layers", choice=shown.choice)
 
 
 def _densities(run: Run) -> Plot:
-    """The density of each layer at the highest sparsity."""
+    """Draw the density of each layer at the highest sparsity."""
 
     def draw(figure: Figure, theme: Theme) -> None:
         found = run.densest
@@ -434,58 +473,6 @@ def _densities(run: Run) -> Plot:
     return Plot("densities", f"{name}share of active weights in each layer where the run was sparsest.", draw)
 
 
-def _log_map(
-    run: Run, column: str, *, title: str, label: str, caption: str, missing: str,
-    norm: Callable[[float, float], Normalize], form: Callable[[float], str],
-) -> Plot:  # fmt: skip
-    """A map of the changes of each layer, on a logarithmic scale."""
-
-    def draw(figure: Figure, theme: Theme) -> None:
-        values = _layers(run, column)
-        positive = values[np.isfinite(values) & (values > 0)]
-        if not positive.size:
-            raise Missing(missing)
-        scale = norm(positive.min(), positive.max())
-        _draw_map(figure, theme, run, np.where(values > 0, values, np.nan), norm=scale, label=label, form=form)
-        figure.axes[0].set_title(title)
-
-    key = column if column == "churn" else f"layers-{column}"
-    return Plot(key, caption, draw, _map_height(run), place="layers", choice=column)
-
-
-def _draw_map(
-    figure: Figure, theme: Theme, run: Run, values: np.ndarray, *, norm: Normalize, label: str,
-    form: Callable[[float], str],
-) -> None:  # fmt: skip
-    """Draw values of (layers, steps), with the layers kind by kind."""
-    assert run.layers is not None
-    axes, names, steps = figure.subplots(), run.layers.names, run.layers.steps
-    order = [names.index(name) for members in _by_kind(names).values() for name in members]
-    values = values[order]
-    before = steps[0] - (steps[1] - steps[0] if len(steps) > 1 else 1)
-    edges = np.concatenate([[max(0.0, before) if steps[0] > 0 else -1.0], steps])
-    mesh = axes.pcolormesh(edges, np.arange(len(values) + 1), values, norm=norm, cmap=MAP, rasterized=True)
-    bar = figure.colorbar(mesh, ax=axes, pad=0.02)
-    bar.set_label(label)
-    bar.outline.set_edgecolor(theme.axis)
-    bar.ax.yaxis.set_major_formatter(lambda value, _: form(value))
-    if isinstance(norm, LogNorm):
-        wide = np.nanmax(values) > 50 * np.nanmin(values)
-        bar.ax.yaxis.set_major_locator(LogLocator(subs=(1.0,) if wide else (1.0, 2.0, 5.0)))
-        bar.ax.yaxis.set_minor_locator(NullLocator())
-    rows = range(0, len(values), -(-len(values) // LABELS))
-    axes.set_yticks([row + 0.5 for row in rows], [_short(names[order[row]]) for row in rows], fontsize=8.5)
-    axes.invert_yaxis()
-    axes.grid(visible=False)
-    axes.tick_params(axis="y", length=0)
-    steps_axis(axes)
-
-
-def _map_height(run: Run) -> float:
-    rows = 0 if run.layers is None else min(LABELS, len(run.layers.names))
-    return max(HEIGHT - 0.6, 1.1 + 0.17 * rows)
-
-
 def _columns(run: Run, *columns: str) -> list[np.ndarray]:
     table = [run.series.last("step"), *(run.series.mean(column) for column in columns)]
     if not len(table[0]) or not np.isfinite(table[1]).any():
@@ -493,20 +480,10 @@ def _columns(run: Run, *columns: str) -> list[np.ndarray]:
     return table
 
 
-def _layers(run: Run, column: str) -> np.ndarray:
-    if run.layers is None:
-        raise Missing(NO_TOPOLOGY)
-    return run.layers.matrix(column)
-
-
 def _varies(values: np.ndarray) -> bool:
-    """Whether values differ by more than rounding."""
+    """Return whether values differ by more than rounding."""
     known = values[np.isfinite(values)]
     return bool(known.size and np.ptp(known) > 1e-6)
-
-
-def _percent(share: float) -> str:
-    return f"{100 * share:.3g} %"
 
 
 # --- weights ---

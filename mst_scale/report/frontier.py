@@ -72,7 +72,8 @@ def compare(groups: Sequence[Group]) -> list[Method]:
     if len(corpora) > 1:
         (one, name), (other, its) = list(corpora.items())[:2]
         raise UserError(
-            f"--frontier: {name} read corpus {one} and {its} {other}: losses on different texts cannot be compared"
+            f"--compute-frontier: {name} read corpus {one} and {its} {other}: losses on different texts cannot be "
+            "compared"
         )
     methods = []
     for group in groups:
@@ -81,14 +82,15 @@ def compare(groups: Sequence[Group]) -> list[Method]:
             seed = i if run.seed is None else run.seed
             if runs.setdefault(seed, run) is not run:
                 raise UserError(
-                    f"--frontier: {runs[seed].name} and {run.name} have the same training.seed and setting: give one"
+                    f"--compute-frontier: {runs[seed].name} and {run.name} have the same training.seed and setting: "
+                    "give one"
                 )
         if runs:
             points = {a: {s: _point(r, key) for s, r in runs.items()} for a, key in KEYS.items()}
             model = json.dumps(model_of(group.first))
             methods.append(Method(group.name, group.first.method, model, _is_dense(group.first), points))
     if not any(method.dense for method in methods):
-        raise UserError("--frontier: no finished dense run is among them: train some of several lengths")
+        raise UserError("--compute-frontier: no finished dense run is among them: train some of several lengths")
     return methods
 
 
@@ -97,7 +99,7 @@ def notes(runs: Sequence[Run]) -> list[str]:
     found = [f"{run.name} has not finished and is left out" for run in runs if not run.finished]
     if silent := [run.name for run in runs if run.finished and not _is_counted(run)]:
         found.append(f"left out, because their validation loss or FLOPs are missing: {', '.join(silent)}")
-    if partial := [run.name for run in runs if _is_counted(run) and _beside(run) is None]:
+    if partial := [run.name for run in runs if _is_counted(run) and _uncounted(run) is None]:
         found.append(
             "without FLOPs of the optimizer and of topology steps, because their config or rows do not state them: "
             + ", ".join(partial)
@@ -110,7 +112,7 @@ def _is_counted(run: Run) -> bool:
 
 
 def _is_dense(run: Run) -> bool:
-    """Whether a run is a baseline: dense weights and attention from the first step, trained with Adam."""
+    """Return whether a run is a baseline: dense weights and attention from the first step, trained with Adam."""
     if run.experiment is None:
         return run.method == "dense"
     known = METHODS.get(run.method)
@@ -121,10 +123,10 @@ def _is_dense(run: Run) -> bool:
 
 
 def _point(run: Run, key: str) -> Point:
-    return Point(run.last[key] + (_beside(run) or 0.0), run.last_val_loss or 0.0)
+    return Point(run.last[key] + (_uncounted(run) or 0.0), run.last_val_loss or 0.0)
 
 
-def _beside(run: Run) -> float | None:
+def _uncounted(run: Run) -> float | None:
     """Return the FLOPs that the metrics leave out, or None if they are not known."""
     if "model" not in run.config or run.experiment is None or "tokens" not in run.last:
         return None
@@ -210,7 +212,7 @@ def multipliers_chart(methods: Sequence[Method], accounting: str, others: Sequen
 def frontier_chart(methods: Sequence[Method], accounting: str, others: Sequence[Method] = ()) -> Plot:
     """Return loss over FLOPs: the frontier of the dense runs as a line, and every other method as a point.
 
-    Few methods have a legend and intervals, many have their names and numbers beside the axes. `others` are more dense
+    Few methods have a legend and intervals, many have their names and numbers next to the axes. `others` are more dense
     runs, shown as far as the axes reach, which follow from `methods`.
     """
     means = [(method, mean(method.points[accounting].values())) for method in methods]
@@ -245,7 +247,7 @@ def frontier_chart(methods: Sequence[Method], accounting: str, others: Sequence[
         axes.yaxis.set_major_formatter("{x:.3g}")
         axes.yaxis.set_minor_formatter(NullFormatter() if max(losses) > 3 * min(losses) else "{x:.3g}")
         if crowded:
-            _name_beside(axes, shown, theme)
+            _name_uncounted(axes, shown, theme)
         legend(figure, axes.get_legend_handles_labels()[0])
 
     caption = (
@@ -257,7 +259,7 @@ def frontier_chart(methods: Sequence[Method], accounting: str, others: Sequence[
 
 
 def _limits(values: Sequence[float]) -> tuple[float, float]:
-    """Limits of a logarithmic axis, with a margin."""
+    """Return the limits of a logarithmic axis, with a margin."""
     low, high = min(values), max(values)
     margin = (high / low) ** 0.08
     return low / margin, high * margin
@@ -286,7 +288,7 @@ def _short_names(methods: Sequence[Method]) -> dict[str, str]:
     return {method.name: method.name.partition(",")[0] if same else method.name for method in methods}
 
 
-def _name_beside(axes: Axes, shown: Sequence[tuple[Method, Point]], theme: Theme) -> None:
+def _name_uncounted(axes: Axes, shown: Sequence[tuple[Method, Point]], theme: Theme) -> None:
     """List names and losses to the right of the axes, in the order of the losses, with a line to each point."""
     names = _short_names([method for method, _ in shown])
     for i, (method, point) in enumerate(sorted(shown, key=lambda pair: pair[1].loss)):

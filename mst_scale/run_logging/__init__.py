@@ -1,11 +1,10 @@
-"""Run logging: the files that a run writes for people and for its next start.
+"""Run logging: metrics, TensorBoard, snapshots, run.json and the progress of a run.
 
 metrics     metrics.jsonl, one row per logged step; a full disk does not end a run
-record      rows into metrics.jsonl, TensorBoard and the progress line; the table at the end, compared with a baseline
-recording   records an engine in a custom loop
-progress    the parts of a start, the progress line, and whether sparse steps are faster than dense ones here
+record      writes rows to metrics.jsonl, TensorBoard and the progress line; the summary, compared with a baseline
+progress    shows the phases of startup and the progress line; compares the times of sparse and dense steps
 observer    observes weights and masks during training: histograms, pictures, snapshots
 snapshots   small pictures of weights at the ends of phases
 run_file    run.json: versions, hosts, every start, and events
-out_lock    one run at a time in a folder
+out_lock    a lock that allows one run at a time in a folder
 """

@@ -47,7 +47,7 @@ class MetricsFile:
             while self._waiting:
                 line = self._waiting[0]
                 if file.write(line) < len(line):
-                    raise OSError(f"{self.path} has room for half a line only")
+                    raise OSError(f"{self.path}: the disk is full")
                 self._length += len(self._waiting.pop(0))
 
 
@@ -62,7 +62,7 @@ def read(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def is_step(value: Any) -> bool:
-    """Whether a value read from a file can be the number of a step."""
+    """Return whether a value read from a file can be the number of a step."""
     return type(value) is int and 0 <= value < LARGEST_STEP
 
 
@@ -87,7 +87,7 @@ class OptionalWrites:
             write()
         except OSError as error:
             if what not in self._failing:
-                logger.error("cannot write %s (%s): the run goes on", what, error)
+                logger.error("cannot write %s (%s): the run continues without it", what, error)
             self._failing.add(what)
         else:
             if what in self._failing:

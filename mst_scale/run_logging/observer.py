@@ -1,10 +1,10 @@
 """Observes the weights of a sharded model while it trains, for the report and for TensorBoard.
 
 Each rank reduces its own slices to a few sums (moments, picture cells, histogram bins), and one small all-reduce per
-kind adds them up: no weight leaves its rank, at any ZeRO stage. Nothing is written to the model and no random number is
-drawn, so an observed run trains bit for bit like one that is not.
+kind adds them up: no weights are sent, at any ZeRO stage. Nothing is written to the model and no random number is
+drawn, so observation does not change training, bit for bit.
 
-The ends of phases are kept as snapshots (`snapshots.py`). TensorBoard gets pictures and histograms every
+Snapshots are kept of the ends of phases (`snapshots.py`). TensorBoard gets pictures and histograms every
 `training.histogram_every` steps, as long as they have taken less than 1 % of the time.
 """
 
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,6 @@ from mst_scale.checkpoints.multiplied import multiplied_weights_of
 from mst_scale.comm import Ranks, logger
 from mst_scale.comm.exchange import Exchanges, Stages
 from mst_scale.config import Experiment
-from mst_scale.engine.targets import choose_targets
 from mst_scale.errors import UserError
 from mst_scale.mixed_growing import packed_bits
 from mst_scale.mixed_growing.masks import assemble
@@ -35,18 +35,24 @@ from mst_scale.run_logging.snapshots import Matrix, Snapshot
 from mst_scale.shard import Shard
 from mst_scale.sparsity_variation import Schedule
 
-SHARE = 0.01  # of the training time that TensorBoard's pictures and histograms may take
+SHARE = 0.01  # fraction of the training time that TensorBoard's pictures and histograms may take
 EMBEDDINGS = ("wte.", "wpe.", "embeddings.")  # of a dense run, whose checkpoint does not state its targets
 BINS = 65  # odd: zeros fall into the middle bin, from which inactive weights are subtracted
+
+
+ChooseTargets = Callable[[], dict[str, torch.nn.Parameter]]
 
 
 class Observer:
     """Observes the weights of one run. All methods are called on all ranks."""
 
-    shards: zero_shards.Shards
+    shards: zero_shards.Store
     exchange: Exchanges
 
-    def __init__(self, engine: Any, experiment: Experiment, out: Path, ranks: Ranks, step: int):
+    def __init__(
+        self, engine: Any, experiment: Experiment, out: Path, ranks: Ranks, step: int, *, choose_targets: ChooseTargets
+    ):
+        """Begin to observe; `choose_targets` finds the matrices of a run without masks, and may raise UserError."""
         self.engine, self.out, self.ranks = engine, out, ranks
         self.every = experiment.training.histogram_every
         self.schedule: Schedule = engine.mst.schedule
@@ -57,18 +63,18 @@ class Observer:
         named = zero_shards.named_parameters(engine.module)
         sizes = self.stages.joined({name: math.prod(zero_shards.shape_of(p)) for name, p in named})
         self.parameters = sum(sizes.values())
-        self.enabled = self._find_shards(experiment)
+        self.enabled = self._find_shards(choose_targets)
         self.rewind(step)
         if step == 0 and self.enabled:
             self._keep(0)
 
-    def _find_shards(self, experiment: Experiment) -> bool:
+    def _find_shards(self, choose_targets: ChooseTargets) -> bool:
         mst = self.engine.mst
         if mst.masks_weights:
             self.shards, self.exchange = mst.store, mst.state.exchange
             return True
         try:
-            self.shards = zero_shards.shards_of(self.engine, choose_targets(self.engine.module, experiment.mst.targets))
+            self.shards = zero_shards.shards_of(self.engine, choose_targets())
         except UserError as error:
             logger.info("no snapshots of weights are kept: %s", error)
             return False
@@ -78,7 +84,7 @@ class Observer:
         return True
 
     def rewind(self, step: int) -> None:
-        """Remove the snapshots after `step`, to which the run goes back."""
+        """Remove the snapshots after `step`, to which the run is rolled back."""
         self.ranks.on_first(lambda: snapshots.cut(self.out, step))
 
     def after(self, step: int, samples: int) -> None:
@@ -90,7 +96,7 @@ class Observer:
 
     def _keep(self, step: int) -> None:
         phase = self.schedule.at(max(0, step - 1)).phase
-        snapshot = self.look(step, phase)
+        snapshot = self.snapshot(step, phase)
         if self.ranks.first:
             self.disk.attempt("snapshots of the weights", lambda: snapshots.save(self.out, snapshot))
 
@@ -102,21 +108,21 @@ class Observer:
         affordable = self.spent <= SHARE * (start - self.started)
         if not self.ranks.any(writer is not None and affordable):
             return
-        snapshot = self.look(0, "")
+        snapshot = self.snapshot(0, "")
         histograms = self._histograms({m.name: m.largest for m in snapshot.matrices})
         if writer is not None:
             self.disk.attempt("TensorBoard's pictures", lambda: _write_images(writer, snapshot, histograms, samples))
         self.spent += time.monotonic() - start
 
-    def look(self, step: int, phase: str) -> Snapshot:
-        """Return a snapshot of the weights as they are, the same on every rank."""
+    def snapshot(self, step: int, phase: str) -> Snapshot:
+        """Return a snapshot of the current weights, the same on every rank."""
         slices = self.shards.slices
         active = [self._active(i) for i in range(len(slices))]
         moments = torch.zeros(len(slices), 2, dtype=torch.float64)
         largest = torch.zeros(len(slices), dtype=torch.float64)
         for i, part in enumerate(slices):
+            weight = self.shards.weight(i)  # on every rank: a compact store brings it together
             if part.length:
-                weight = self.shards.weight(i)
                 moments[i, 0] = weight.sum(dtype=torch.float64)
                 moments[i, 1] = torch.linalg.vector_norm(weight, dtype=torch.float64).square()
                 low, high = weight.aminmax()
@@ -159,8 +165,9 @@ class Observer:
         counts = torch.zeros(len(slices), BINS, dtype=torch.float64)
         for i in drawn:
             top = largest[slices[i].name] or 1.0
+            weight = self.shards.weight(i)
             if slices[i].length:
-                counts[i] = torch.histc(self.shards.weight(i), BINS, -top, top).double().cpu()
+                counts[i] = torch.histc(weight, BINS, -top, top).double().cpu()
         counts = self.exchange.sum(counts)
         found = {}
         for i in drawn:
@@ -203,7 +210,7 @@ def _write_images(
 
 
 def phase_ends(schedule: Schedule) -> set[int]:
-    """Return the steps after which weights are kept: the last of each phase, before the topology moves on."""
+    """Return the steps after which snapshots are kept: the last step of each phase, before its topology changes."""
     return {phase.stop - 1 for phase in schedule.phases[:-1]} | {schedule.total_steps}
 
 

@@ -1,12 +1,12 @@
 """Allows one run at a time in a folder.
 
-Two runs would destroy each other's rows and checkpoints. The first rank holds a lock on `OUT/run.lock`, which the
-system releases when the process ends, however it ends. Some network file systems have no locks, or locks that other
-machines do not see. So the holder also writes its name into that file, with a number that it raises every few seconds:
+Two runs would overwrite each other's rows and checkpoints. The first rank holds a lock on `OUT/run.lock`, which the
+system releases whenever the process ends. Some network file systems have no locks, or locks that other machines do not
+see. The holder therefore also writes its name into the file, with a heartbeat number that increases every few seconds:
 
-- A run that finds the name of another machine, or gets no lock, waits a moment: if the number rises, it is rejected.
-- A run that finds another name in place of its own (it was frozen and another has taken over the folder, or both
-  started at the same moment) ends at once.
+- A run that finds the name of another machine, or cannot lock the file, waits: if the number increases, it is rejected.
+- A run that finds another name instead of its own (because it was frozen and another run has taken over the folder, or
+  because both started at the same time) exits immediately.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from mst_scale.errors import UserError
 
 NAME = "run.lock"
 HELD = (errno.EWOULDBLOCK, errno.EAGAIN, errno.EACCES)
-BRIEFLY = 3.0  # seconds to wait for a run that is just ending
-PATIENCE = 120.0  # seconds after a restart: a killed rank may take some to end, a dead machine's lock on NFS 90
+BRIEFLY = 3.0  # seconds to wait for a run that is about to end
+PATIENCE = 120.0  # seconds after a restart: a killed rank takes a few to end, the NFS lock of a dead machine 90
 BEAT = 5.0  # seconds from one number to the next
-STILL = 3 * BEAT  # seconds without a new number after which a run is considered dead
+STILL = 3 * BEAT  # seconds without a heartbeat after which a run is considered dead
 WIDTH = 250  # bytes of the line, always the same, so that it is replaced in place
-LINE = re.compile(r"(process \d+ on (\S+)), (\w+), sign of life \d+")
+LINE = re.compile(r"(process \d+ on (\S+)), (\w+), heartbeat \d+")
 
 
 class OutLock:
@@ -79,7 +79,7 @@ class OutLock:
             self.file = None
 
     def _try(self) -> bool:
-        """Whether the folder is ours now; also true if the file cannot even be opened."""
+        """Return whether the lock was acquired, or the file cannot be opened at all."""
         try:
             file = self.path.open("a+")
         except OSError as error:
@@ -94,7 +94,7 @@ class OutLock:
                 return False
             locked = False
             self._log_unlocked(error)
-        if self._lives_elsewhere(locked):
+        if self._runs_elsewhere(locked):
             file.close()
             return False
         self.file = file
@@ -104,13 +104,13 @@ class OutLock:
         self.beats.start()
         return True
 
-    def _lives_elsewhere(self, locked: bool) -> bool:
-        """Whether a run that the file system's lock does not show holds the folder."""
+    def _runs_elsewhere(self, locked: bool) -> bool:
+        """Return whether a run uses the folder that the file system's lock does not show."""
         before = self._line()
         found = LINE.match(before)
         if found is None or (locked and found[2] == self.machine):
             return False
-        logger.info("%s was last held by %s: waiting %.0f s for a sign of life", self.path.parent, found[1], STILL)
+        logger.info("%s was last used by %s: waiting %.0f s for a heartbeat", self.path.parent, found[1], STILL)
         deadline = time.monotonic() + STILL
         while time.monotonic() < deadline:
             time.sleep(min(0.2, BEAT / 2))
@@ -129,9 +129,9 @@ class OutLock:
             self._beat(number)
 
     def _beat(self, number: int) -> None:
-        line = f"process {os.getpid()} on {self.machine}, {self.token}, sign of life {number}"
-        with contextlib.suppress(OSError):  # on a full disk: then another run may come, and this one notices
-            descriptor = os.open(self.path, os.O_WRONLY)  # opened each time, so that NFS passes it on
+        line = f"process {os.getpid()} on {self.machine}, {self.token}, heartbeat {number}"
+        with contextlib.suppress(OSError):  # on a full disk another run may take over, which this one then notices
+            descriptor = os.open(self.path, os.O_WRONLY)  # opened each time, so that NFS updates other clients
             try:
                 os.pwrite(descriptor, line.ljust(WIDTH - 1).encode() + b"\n", 0)
             finally:
@@ -144,7 +144,7 @@ class OutLock:
             return ""
 
     def _log_unlocked(self, error: OSError) -> None:
-        logger.info("%s cannot be locked (%s): other runs in it are noticed by their signs of life", self.path, error)
+        logger.info("%s cannot be locked (%s): other runs are detected by their heartbeats", self.path, error)
 
     def _holder(self) -> str:
         found = LINE.match(self._line())

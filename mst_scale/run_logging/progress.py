@@ -1,17 +1,17 @@
-"""Shows what a run is doing: the parts of its start, its progress, and whether sparse steps save time here.
+"""Shows the phases of a run's startup, its progress, and whether sparse steps save time on this machine.
 
-Saving FLOPs does not always save time: kernels for sparse weights need wide layers, and topology steps take time of
-their own. Sparse steps are compared with the dense steps that the run takes anyway, in its warm-up and its dense end:
-no step is added, and nothing that training computes depends on a time. A run that is never dense has none; `mst bench
-step` measures both for any config.
+Saving FLOPs does not always save time: kernels for sparse weights need wide layers, and topology steps take additional
+time. Sparse steps are compared with the dense steps of the same run, in its warm-up and its dense end: no step is
+added, and training does not depend on the times. A run that is never dense has no comparison; `mst bench step` measures
+both for any config.
 
-    dense       every weight is active and attention is dense; until there are enough of these steps, those with dense
-                weights under sparse attention stand in for them
-    sparse      the network has the highest sparsity of the run, and the topology stays
+    dense       every weight is active and attention is dense; until there are enough such steps, those with dense
+                weights and sparse attention are used instead
+    sparse      the network has the highest sparsity of the run, without a topology step
     topology    the same, with a topology step
 
-All times are medians of the last steps of their kind; the mean sparse step contains topology steps as often as they
-occurred.
+All times are medians of the last steps of their kind; the mean sparse step includes topology steps in proportion to
+their number.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ from typing import Any, NamedTuple, TextIO
 
 from mst_scale.comm import launched_rank, may_rewrite
 
-MIN_SECONDS = 0.5  # of a part of the start that is worth a mention
+MIN_SECONDS = 0.5  # shorter parts of the startup are not listed
 WINDOW = 64  # steps in a median
-FEWEST = {"dense": 8, "dense weights": 8, "sparse": 20}  # steps from which a median counts
-FIRST = 2  # steps of each kind that are left out, because they allocate memory and compile kernels
-NOISE = 1.05  # a smaller ratio of two medians is no reason for a warning
+FEWEST = {"dense": 8, "dense weights": 8, "sparse": 20}  # steps that a median needs
+FIRST = 2  # steps of each kind that are ignored, because they allocate memory and compile kernels
+NOISE = 1.05  # no warning if the ratio of two medians is smaller
 UNITS = (
     (1e24, "YFLOP"), (1e21, "ZFLOP"), (1e18, "EFLOP"), (1e15, "PFLOP"), (1e12, "TFLOP"), (1e9, "GFLOP"), (1e6, "MFLOP"),
 )  # fmt: skip
 
 
 class Starting:
-    """Prints on the first rank what a start is doing, and at its end how long each part took."""
+    """Prints on the first rank each part of the startup, and at its end the time that each part took."""
 
     def __init__(self) -> None:
         self._first = launched_rank() == 0
@@ -103,7 +103,7 @@ class ProgressLine:
         self._put("\r" + line[:width].ljust(width) if self._live else line + "\n")
 
     def say(self, message: str) -> None:
-        """Print a line of its own, without tearing the progress line."""
+        """Print a separate line, without breaking the progress line."""
         self.close()
         self._put(message + "\n")
 
@@ -149,18 +149,18 @@ class StepTimes:
 
     @property
     def dense_ms(self) -> float | None:
-        """The time of a dense step; None while there were too few."""
+        """The time of a dense step; None if there were too few."""
         return self._ms("dense") or self._ms("dense weights")
 
     @property
     def comparison(self) -> Comparison | None:
-        """Sparse and dense steps compared; None while there were too few of either."""
-        dense, quiet = self.dense_ms, self._ms("sparse")
-        if dense is None or quiet is None:
+        """The times of sparse and dense steps; None if there were too few of either."""
+        dense, sparse = self.dense_ms, self._ms("sparse")
+        if dense is None or sparse is None:
             return None
         share = self._seen["topology"] / (self._seen["topology"] + self._seen["sparse"])
-        topology = 1e3 * median(self._seconds["topology"]) if self._seconds["topology"] else quiet
-        return Comparison(quiet + share * (topology - quiet), dense)
+        topology = 1e3 * median(self._seconds["topology"]) if self._seconds["topology"] else sparse
+        return Comparison(sparse + share * (topology - sparse), dense)
 
     def warning(self) -> str | None:
         """Return a warning if sparse steps are slower, once."""
@@ -170,7 +170,7 @@ class StepTimes:
         self._warned = True
         return (
             f"sparse steps are slower than dense steps here: {found.sparse_ms:.1f} ms, including topology steps, "
-            f"versus {found.dense_ms:.1f} ms. The FLOPs saved save no time: use wider layers, a larger micro-batch, a "
+            f"versus {found.dense_ms:.1f} ms. To save time as well as FLOPs, use wider layers, a larger micro-batch, a "
             "longer mst.topology.interval, or mst.topology.granularity (blocks, channels). `mst bench step` measures "
             "a config."
         )
@@ -181,14 +181,14 @@ class StepTimes:
 
 
 def kind_of(mst: Any, densities: Mapping[str, float]) -> str | None:
-    """Return the kind of the next step, whose layers compute with these densities; None if it is not compared."""
+    """Return the kind of the next step, whose layers have these densities; None if it is not compared."""
     if all(density == 1 for density in densities.values()):
         return "dense" if mst.pattern.kind == "dense" or not mst.attended else "dense weights"
     return "sparse" if mst.point.sparsity == mst.schedule.max_sparsity else None
 
 
 def flops_unit(largest: float) -> tuple[float, str]:
-    """Return (divisor, unit) that make the largest value a small number."""
+    """Return a divisor and its unit, by which the largest value becomes a small number."""
     return next(((size, name) for size, name in UNITS if largest >= size), (1.0, "FLOP"))
 
 
@@ -200,7 +200,7 @@ def clock(seconds: float) -> str:
 
 
 def table(rows: list[tuple[str, str]]) -> str:
-    """Return two aligned columns between rules."""
+    """Format two aligned columns between horizontal rules."""
     width = max(len(name) for name, _ in rows)
     body = [f"  {name:<{width}}  {value}" for name, value in rows]
     rule = "─" * max(len(line) for line in body)

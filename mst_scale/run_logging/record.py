@@ -1,4 +1,4 @@
-"""Records a run for people: metrics, TensorBoard, the progress line, and the table at the end.
+"""Logs a run: metrics, TensorBoard, the progress line, and the summary at the end.
 
 Each logged step is a row in `metrics.jsonl`, with the same numbers in TensorBoard and one line on the terminal. The
 effects of topology steps on each layer between two rows are added up and written with the next row.
@@ -29,11 +29,16 @@ Compare = Callable[[Row], list[tuple[str, str]]]
 
 
 class Record:
-    """The record of a run of `steps` steps of `batch` sequences, at `step`. Every rank gathers, the first one writes.
+    """Logs a run. All ranks collect values, and the first one writes.
 
     Args:
-        tokens: The tokens seen before `step`.
+        out: The folder of the run.
+        steps: The number of steps of the run.
+        batch: Sequences per step.
+        step: The current step.
+        tokens: The number of tokens before `step`.
         monitor: DeepSpeed's monitor, or an object with its `enabled` and `write_events`.
+        first: Whether this is the first rank.
         layers: The effects of topology steps since the last row, from a checkpoint.
         shows: Whether to show the progress line.
     """
@@ -62,12 +67,12 @@ class Record:
             }
 
     def restart(self, step: int, tokens: int, since: float | None = None) -> None:
-        """Measure the next `pace` from this step on, which ended at `since` (default: now)."""
+        """Measure the next `pace` from this step, which ended at `since` (default: now)."""
         self.window, self.window_tokens = step, tokens
         self._window_start = time.monotonic() if since is None else since
 
     def pace(self, step: int, tokens: int, until: float | None = None) -> Row:
-        """Return tokens so far, times since the last `restart`, and memory; the step ended at `until` (now)."""
+        """Return tokens, times since the last `restart`, and memory; the step ended at `until` (default: now)."""
         seconds = (time.monotonic() if until is None else until) - self._window_start
         return {
             "tokens": tokens,
@@ -77,7 +82,7 @@ class Record:
         }
 
     def write(self, row: Row) -> None:
-        """Write the row of the last step, and measure the next pace from now on."""
+        """Write the row of the last step, and start to measure the next pace."""
         self.put(row)
         self.restart(row["step"], row["tokens"])
 
@@ -86,7 +91,7 @@ class Record:
         if self.layers:
             row["layers"], self.layers = self.layers, {}
         if self._first:
-            row["seconds"] = round(time.monotonic() - self._started, 3)  # with evaluations and saves, without stops
+            row["seconds"] = round(time.monotonic() - self._started, 3)  # includes evaluations and saves, but not stops
             self._disk.attempt("metrics.jsonl", lambda: self._metrics.write(row))
             self._disk.attempt("TensorBoard's numbers", lambda: self._write_events(row))
             self.line.show(row, self.times.dense_ms)
@@ -109,13 +114,13 @@ class Record:
             self._monitor.write_events(events)
 
     def rewind(self, step: int, tokens: int) -> None:
-        """Remove the rows after `step`, to which the run goes back."""
+        """Remove the rows after `step`, to which the run is rolled back."""
         if self._first:
             self._metrics = MetricsFile(self.out / "metrics.jsonl", step)
         self.restart(step, tokens)
 
     def say(self, message: str) -> None:
-        """Print a line without tearing the progress line."""
+        """Print a line without breaking the progress line."""
         self.line.say(message)
 
     def close(self) -> None:
@@ -123,7 +128,7 @@ class Record:
         self.line.close()
 
     def summary(self, step: int, seconds: float, first_step: int, compare: Compare) -> str:
-        """Return the table at the end; `compare` compares the last row with a baseline."""
+        """Return the summary of the run; `compare` compares the last row with a baseline."""
         last: Row = {}
         validated: Row = {}
         path = self.out / "metrics.jsonl"
@@ -148,7 +153,7 @@ class Record:
 
 
 def state_of(mst: Any) -> Row:
-    """Return where a run stands in its schedule, and its dead units if they are known."""
+    """Return the current values of the schedule, and the dead units if they are known."""
     row: Row = {}
     if counts := mst.dead_units():
         row["dead_units"] = total(counts)[0]
@@ -167,32 +172,32 @@ def state_of(mst: Any) -> Row:
 def compare_with_baseline(
     baseline: BaselineConfig, last: Mapping[str, Any], more: float, corpora: Sequence[str | None], eval_sequences: int
 ) -> list[tuple[str, str]]:
-    """Compare a finished run with a recorded run of equal FLOPs on the same corpus, for the table at the end.
+    """Compare a finished run with a recorded run of equal FLOPs on the same corpus, for the summary.
 
     Args:
         baseline: The recorded run; without a name, nothing is returned.
         last: The last row of the run.
-        more: FLOPs that the row leaves out.
+        more: FLOPs that are not included in the row.
         corpora: The corpus of each start.
-        eval_sequences: Over how many sequences the validation loss is the mean.
+        eval_sequences: The number of sequences over which the validation loss is averaged.
     """
     if baseline.name is None:
         return []
     loss, flops = last["val_loss"], last["flops"] + more
     other = [corpus or "one without meta.json" for corpus in corpora if baseline.corpus not in (None, corpus)]
     if other:
-        text = f" on corpus {baseline.corpus}; this run read {other[0]}: not comparable"
+        text = f" on corpus {baseline.corpus}; this run used {other[0]}: not comparable"
     elif baseline.eval_sequences not in (None, eval_sequences):
-        text = f" over {baseline.eval_sequences} sequences; this run took {eval_sequences}: not comparable"
+        text = f" over {baseline.eval_sequences} sequences; this run used {eval_sequences}: not comparable"
     elif abs(flops / baseline.flops - 1) > SAME_FLOPS:
-        text = f" with {baseline.flops:.4g} FLOPs; this run spent {flops:.4g}: not comparable"
+        text = f" with {baseline.flops:.4g} FLOPs; this run used {flops:.4g}: not comparable"
     elif loss is None:
-        text = f" with as many FLOPs ({baseline.flops:.4g}); this run's last loss is not finite: not comparable"
+        text = f" with the same FLOPs ({baseline.flops:.4g}); this run's last loss is not finite: not comparable"
     else:
         difference = baseline.val_loss - loss
         result = f"{abs(difference):.4f} {'worse' if difference < 0 else 'better'}"
-        result = result if abs(difference) > baseline.spread else "the same within that"
-        text = f" with as many FLOPs ({baseline.flops:.4g}): this run is {result}"
+        result = result if abs(difference) > baseline.spread else "the same within this spread"
+        text = f" with the same FLOPs ({baseline.flops:.4g}): this run is {result}"
     return [(f"baseline {baseline.name}", f"{baseline.val_loss:.4f} (seeds ± {baseline.spread:.4f}){text}")]
 
 
@@ -201,7 +206,7 @@ def _format_loss(loss: float | None) -> str:
 
 
 def _peak_memory() -> int:
-    """Return the most bytes that this rank has held: tensors on its GPU, or the whole process without one."""
+    """Return the peak memory of this rank in bytes: tensors on its GPU, or the whole process without a GPU."""
     if torch.cuda.is_available():
         return torch.cuda.max_memory_allocated()
     unit = 1 if sys.platform == "darwin" else 1024

@@ -1,8 +1,8 @@
 """Writes run.json, which documents a run.
 
-It holds the resolved config; for each start the time, command, versions, state of the source tree, hosts, ranks, seeds,
-the step it continued from, and how it ended; and events such as rollbacks, failed saves and changes of the number of
-ranks. Rank 0 writes the whole file each time.
+It contains the resolved config; for each start the time, command, versions, state of the source tree, hosts, ranks,
+seeds, the step it continued from, and how it ended; and events such as rollbacks, failed saves and changes of the
+number of ranks. Rank 0 rewrites the whole file each time.
 """
 
 from __future__ import annotations
@@ -43,12 +43,12 @@ class RunFile:
         self.write()
 
     def ended(self, how: str, step: int) -> None:
-        """Write how this start ended, and at which step."""
+        """Record how this start ended, and at which step."""
         self.starts[-1].update(ended=now(), how=how, last_step=step)
         self.write()
 
     def write(self) -> None:
-        """Write the file; if the disk is full, the next write catches up."""
+        """Write the file; if the disk is full, the next call writes it."""
         content = {
             "restarts": len(self.starts) - 1,
             "starts": self.starts,
@@ -68,12 +68,12 @@ def read(path: Path) -> dict[str, Any]:
 
 
 def rollbacks(path: Path) -> list[list[int]]:
-    """Return the batches that each rollback has skipped."""
+    """Return the batches that each rollback skipped."""
     return [event["skipped"] for event in read(path).get("events", []) if event.get("what") == "rolled back"]
 
 
 def about(**more: Any) -> dict[str, Any]:
-    """Describe this start, as the first rank sees it; `more` are further entries."""
+    """Describe this start from the first rank; `more` are further entries."""
     return {
         "time": now(),
         "command": command(),
@@ -131,5 +131,5 @@ def _git(root: Path, *arguments: str) -> str:
 
 
 def now() -> str:
-    """Return the time, as run.json holds it."""
+    """Return the current time in the format of run.json."""
     return time.strftime("%Y-%m-%dT%H:%M:%S%z")

@@ -1,8 +1,8 @@
 """Keeps a small summary of the weights at the end of each phase, because checkpoints are deleted.
 
-`RUN/snapshots/step00003000.npz` takes a few hundred kB at any model size. It holds mean, standard deviation and number
-of active weights of every matrix that can be sparse, and pictures of a few of them, of at most CELLS × CELLS cells
-(mean magnitude, share of active weights). It contains only arrays and JSON, so that reading one runs no code.
+`RUN/snapshots/step00003000.npz` takes a few hundred kB for any model size. It contains mean, standard deviation and
+number of active weights of every matrix that can be sparse, and pictures of a few of them with at most CELLS × CELLS
+cells (mean magnitude, fraction of active weights). It consists of arrays and JSON, so reading it does not execute code.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def kind_of(name: str) -> str:
 
 
 def pictured(names: list[str]) -> list[str]:
-    """Return the matrices whose pictures are kept: each kind, in the first block and in the middle one."""
+    """Return the matrices whose pictures are kept: one of each kind in the first block and in the middle one."""
     kinds: dict[str, list[str]] = {}
     for name in names:
         kinds.setdefault(kind_of(name), []).append(name)
@@ -75,7 +75,7 @@ def grid(shape: tuple[int, int]) -> tuple[int, int]:
 
 
 def save(run: Path, snapshot: Snapshot) -> None:
-    """Write a snapshot entirely or not at all, with magnitudes to 0.1 % (fp16) and shares to 0.4 % (a byte)."""
+    """Write a snapshot atomically, with magnitudes to 0.1 % (fp16) and fractions to 0.4 % (one byte)."""
     about = {k: v for k, v in asdict(snapshot).items() if k not in ("weights", "active")}
     arrays: dict[str, Any] = {"about": np.frombuffer(json.dumps(about).encode(), dtype=np.uint8)}
     for name, cells in snapshot.weights.items():
@@ -118,7 +118,7 @@ def paths(run: Path) -> list[Path]:
 
 
 def cut(run: Path, step: int) -> None:
-    """Remove the snapshots after `step`, to which a run goes back."""
+    """Remove the snapshots after `step`, to which a run is rolled back."""
     for path in paths(run):
         if int(path.stem.removeprefix("step")) > step:
             path.unlink()

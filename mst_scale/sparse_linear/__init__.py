@@ -2,12 +2,16 @@
 
 config           the block `mst.compute` of a config
 definition       what a sparse linear layer computes, in plain torch
+compact          layers of which only the active weights exist
 layers           a model's sparse layers, and the masks that they follow
 dispatch         which backend computes a layer
 crossovers       the sparsity from which a backend is faster than a dense product: lookup
 measuring        the same: measurement on this machine's CPU
 derivatives      gradients of sparse products, of any order
-cpu              backend for single weights on CPUs: the compiled kernel, or MKL
+cpu              backend for single weights on CPUs, from dense weights
+head             loss of a sparse output matrix without its logits
+kernel           products of a mask by the compiled kernel
+mkl              the same by MKL, without a compiler
 block            backend for B × B blocks on GPUs
 narrow           backend for whole rows and columns on any device
 semi_structured  products with two of four weights on GPUs

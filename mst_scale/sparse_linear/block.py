@@ -265,16 +265,16 @@ class BlockIndex:
         return self._product(x, weight, bias, self.rows, outputs, inputs, weight.stride(0), weight.stride(1))
 
     def product(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        """x Wᵀ."""
+        """Return x Wᵀ."""
         return self.forward(x, weight, None)
 
     def input_gradient(self, dy: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        """dy W."""
+        """Return dy W."""
         outputs, inputs = self.shape
         return self._product(dy, weight, None, self.columns, inputs, outputs, weight.stride(1), weight.stride(0))
 
     def weight_gradient(self, x: torch.Tensor, dy: torch.Tensor) -> torch.Tensor:
-        """dyᵀ x in the active blocks."""
+        """Return dyᵀ x in the active blocks."""
         outputs, inputs = self.shape
         dw = x.new_zeros(outputs, inputs)
         groups, tokens = self.group_row.numel(), len(x)

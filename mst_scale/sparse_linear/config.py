@@ -16,3 +16,9 @@ class ComputeConfig:
         description="`dense` multiplies zeros and saves FLOPs on paper only, `cpu` skips single weights, `block` "
         "(CUDA) skips blocks, `auto` is what was measured to be faster here ([benchmarks.md](benchmarks.md)).",
     )
+    compact: Literal["auto", "off"] = Field(
+        default="off",
+        description="`auto` trains a run of constant sparsity as its active weights alone: optimizer states, gradients "
+        "and traffic shrink with the density ([compact.md](compact.md)). Where that is not possible, one log line says "
+        "why. `off` keeps inactive weights as zeros.",
+    )

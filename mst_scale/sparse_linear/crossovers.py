@@ -2,14 +2,16 @@
 
 The user's table, crossover.json in the cache folder, which `measuring` and `mst bench linear --tune` write, takes
 precedence over the one shipped with the package. A row for single weights names the processor and the version of torch
-it was measured with, and counts only there, because different machines may share a home directory. This file does not
-import torch: a plan reads it too.
+it was measured with, and counts only there, because different machines may share a home directory. The shipped rows
+name their series of processors; on others they are only what is assumed if nothing is to be measured (a plan, or
+MST_SCALE_MEASURE=0). This file does not import torch: a plan reads it too.
 """
 
 from __future__ import annotations
 
 import fcntl
 import functools
+import hashlib
 import json
 import logging
 import math
@@ -20,6 +22,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from mst_scale import compiled
 from mst_scale.compiled import cache_folder
 
 SHIPPED = Path(__file__).parent / "crossover.json"
@@ -28,12 +31,24 @@ log = logging.getLogger("mst_scale")
 SMALLEST = 1 << 16
 
 
-def crossover(backend: str, dtype: str, shape: tuple[int, ...], *, threads: int = 1, block: int = 1) -> float | None:
-    """Return the sparsity from which the backend is faster in the nearest case of the table; None if there is none."""
-    block = (
-        1 if backend in ("cpu", "mkl") else block
-    )  # these compute weight by weight, even if masks are made of blocks
-    rows = [row for row in table() if _kind(row) == (backend, dtype, block)]
+def crossover(
+    backend: str, dtype: str, shape: tuple[int, ...], *, threads: int = 1, block: int = 1, anywhere: bool = True
+) -> float | None:
+    """Return the sparsity from which the backend is faster in the nearest case of the table; None if there is none.
+
+    Args:
+        backend: "cpu", "mkl" or "block".
+        dtype: of the weight, as "float32".
+        shape: of the weight.
+        threads: of a backend on CPUs.
+        block: the side of the blocks of which masks are made.
+        anywhere: count rows that were measured on other processors too.
+    """
+    if backend in ("cpu", "mkl"):
+        block = 1  # these compute weight by weight, even if masks are made of blocks
+    rows = [
+        row for row in table() if _kind(row) == (backend, dtype, block) and (anywhere or _names_this_processor(row))
+    ]
     if not rows:
         return None
 
@@ -89,11 +104,19 @@ def here() -> dict[str, str]:
     return {"cpu": " ".join([model, "/".join(numbers)]).strip(), "torch": torch}
 
 
+@functools.cache
+def kernel_version() -> str:
+    """Return a digest of the compiled kernel's sources: what was measured counts for that kernel."""
+    sources = [*(Path(__file__).parent / "cpp_kernel").glob("*"), *Path(compiled.__file__).parent.glob("*.h")]
+    texts = b"".join(path.read_bytes() for path in sorted(sources))
+    return hashlib.sha256(texts).hexdigest()[:12]
+
+
 def measured_so(backend: str, dtype: str, threads: int) -> list[dict[str, Any]]:
-    """Return the rows that were measured on this processor."""
-    kind = (backend, dtype, 1)
-    rows = [row for row in measured_here() if "gains" in row and _kind(row) == kind and row.get("threads") == threads]
-    return [row for row in rows if is_of_here(row)]
+    """Return the rows that were measured on this processor, with this kernel."""
+    kind, wanted = (backend, dtype, 1), {"gains", "topology_step"}
+    rows = [row for row in measured_here() if wanted <= row.keys() and _kind(row) == kind and is_of_here(row)]
+    return [row for row in rows if (row.get("threads"), row.get("kernel")) == (threads, kernel_version())]
 
 
 def add(rows: Sequence[dict[str, Any]]) -> None:
@@ -132,6 +155,11 @@ def _rows(path: Path) -> list[dict[str, Any]]:
 def is_of_here(row: dict[str, Any]) -> bool:
     """Return whether a row was measured on this processor and torch; rows that name neither count everywhere."""
     return all(row.get(name, value) == value for name, value in here().items())
+
+
+def _names_this_processor(row: dict[str, Any]) -> bool:
+    """Whether the row names this processor, or, as the shipped ones do, the series that it belongs to."""
+    return here()["cpu"].startswith(row.get("cpu") or "\0")
 
 
 def _case(row: dict[str, Any]) -> tuple[Any, ...]:

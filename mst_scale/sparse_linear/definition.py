@@ -28,6 +28,20 @@ class Index(Protocol):
         """Compute `definition` with autograd. x is (…, inputs), weight (outputs, inputs), both of the same dtype."""
 
 
+def under_autocast(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the tensor in the dtype to which autocast casts the arguments of `F.linear`."""
+    device = tensor.device.type
+    if not torch.amp.is_autocast_available(device) or not torch.is_autocast_enabled(device):
+        return tensor
+    eligible = tensor.is_floating_point() and tensor.dtype != torch.float64
+    return tensor.to(torch.get_autocast_dtype(device)) if eligible else tensor
+
+
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype in which kernels compute with a weight: float64 for float64, float32 for all others."""
+    return torch.promote_types(dtype, torch.float32)
+
+
 class _Masked(torch.autograd.Function):
     """W ⊙ M, with a gradient that is not masked."""
 

@@ -11,13 +11,16 @@ of the functions below.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from mst_scale.transforms import leave_graph
+from mst_scale.sparse_linear.definition import wide
+from mst_scale.transforms import check_first_derivative, leave_graph
 
+Sink = Callable[[Tensor], None]  # of a dense gradient
 TO_DENSE = 'set mst.compute.backend to "dense"'
 
 
@@ -25,13 +28,13 @@ class Products(Protocol):
     """The three products of one mask; x is (tokens, inputs), dy (tokens, outputs), s as the backend stores it."""
 
     def product(self, x: Tensor, s: Tensor) -> Tensor:
-        """x Sᵀ."""
+        """Return x Sᵀ."""
 
     def input_gradient(self, dy: Tensor, s: Tensor) -> Tensor:
-        """dy S."""
+        """Return dy S."""
 
     def weight_gradient(self, x: Tensor, dy: Tensor) -> Tensor:
-        """dyᵀ x at the entries s."""
+        """Return dyᵀ x at the entries s."""
 
 
 class Product(torch.autograd.Function):
@@ -80,40 +83,70 @@ class WeightGradient(torch.autograd.Function):
 
 
 class ByValues(Products, Protocol):
-    """The products of single weights: s is the vector of active weights, in float32 (float64 for float64)."""
+    """The products of single weights: s holds the active weights, in float32 (float64 for float64)."""
+
+    across: bool
 
     @property
     def shape(self) -> tuple[int, int]:
         """(outputs, inputs)."""
 
     @property
+    def stored(self) -> tuple[int, int]:
+        """The shape in which the matrix is flattened."""
+
+    @property
     def where(self) -> Tensor:
-        """The position of each entry of s in the flat weight."""
+        """The position of each entry of s in the flattened matrix."""
 
-    def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
-        """(x Wᵀ + b, s)."""
+    def gather(self, weight: Tensor) -> Tensor:
+        """Return s, taken from a dense matrix."""
 
-    def backward(self, x: Tensor, dy: Tensor, s: Tensor, dx: bool, dw: bool) -> tuple[Tensor | None, Tensor | None]:
-        """The gradients asked for, in the dtype of x; dw has the shape of the weight and is zero where masked."""
+    def scatter(self, gradient: Tensor, dtype: torch.dtype, scale: float = 1.0) -> Tensor:
+        """Return the dense matrix with `scale` times these entries, and zeros."""
+
+    def forward(self, x: Tensor, s: Tensor, bias: Tensor | None = None) -> Tensor:
+        """Return x Sᵀ + b in the dtype of x."""
+
+    def backward(self, x: Tensor, dy: Tensor, s: Tensor, dx: bool, ds: bool) -> tuple[Tensor | None, Tensor | None]:
+        """Return the gradients asked for: dx in the dtype of x, ds in that of s."""
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None, index: ByValues, dense_gradient: bool) -> Tensor:
-    """Return x (W ⊙ M)ᵀ + b with autograd, by an index over single weights; x is (…, inputs)."""
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None, products: ByValues, dense_gradient: bool) -> Tensor:
+    """Return x (W ⊙ M)ᵀ + b with autograd, by products over single weights; x is (…, inputs)."""
     leave_graph("the kernel of a sparse layer", TO_DENSE)
-    outputs, inputs = index.shape
-    y, _ = _outside_graphs(x.reshape(-1, inputs).contiguous(), weight, bias, (index, dense_gradient))
+    outputs, inputs = products.shape
+    y, _ = outside_graphs(Linear, x.reshape(-1, inputs).contiguous(), weight, bias, (products, dense_gradient))
     return y.view(*x.shape[:-1], outputs)
 
 
 @torch._disable_dynamo  # torch.compile would try to trace the kernel, and warn about it
-def _outside_graphs(*arguments: Any) -> tuple[Tensor, Tensor]:
-    found: tuple[Tensor, Tensor] = Linear.apply(*arguments)
-    return found
+def outside_graphs(function: type[torch.autograd.Function], *arguments: Any) -> Any:
+    """Apply an autograd function where torch.compile does not trace it."""
+    return function.apply(*arguments)
 
 
-def spread(s: Tensor, index: ByValues) -> Tensor:
+def gather(weight: Tensor, products: ByValues) -> Tensor:
+    """Return the active values of a dense weight with autograd, once differentiable."""
+    return outside_graphs(_Gather, weight, products)
+
+
+def spread(s: Tensor, products: ByValues) -> Tensor:
     """Return the matrix S with entries s, by operations that torch differentiates."""
-    return s.new_zeros(index.shape[0] * index.shape[1]).index_put((index.where,), s).view(index.shape)
+    rows, columns = products.stored
+    return s.new_zeros(rows * columns).index_put((products.where,), s).view(rows, columns)
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, products: ByValues) -> Tensor:
+        ctx.products, ctx.dtype = products, weight.dtype
+        return products.gather(weight)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        check_first_derivative("the loss of a sparse head", TO_DENSE)
+        return ctx.products.scatter(grads[0], ctx.dtype), None
 
 
 class Linear(torch.autograd.Function):
@@ -128,15 +161,15 @@ class Linear(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, how: tuple[ByValues, bool]
     ) -> tuple[Tensor, Tensor]:
-        ctx.index, ctx.dense_gradient = how
-        y, s = ctx.index.forward(x, weight, bias)
+        ctx.products, ctx.dense_gradient = how
+        s = ctx.products.gather(weight)
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(x, s, weight if ctx.dense_gradient else None)
-        return y, s
+        return ctx.products.forward(x, s, bias), s
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        (x, s, weight), (dy, ds), index = ctx.saved_tensors, grads, ctx.index
+        (x, s, weight), (dy, ds), products = ctx.saved_tensors, grads, ctx.products
         wants_x, wants_weight, wants_bias = ctx.needs_input_grad[:3]
         dx = dw = dbias = None
         if dy is not None:
@@ -145,14 +178,44 @@ class Linear(torch.autograd.Function):
                 dx = dy @ weight if wants_x else None  # masked weights are zero
             elif torch.is_grad_enabled():
                 wide_x, wide_dy = x.to(s.dtype), dy.to(s.dtype)
-                dx = InputGradient.apply(wide_dy, s, index).to(x.dtype) if wants_x else None
-                dw = spread(WeightGradient.apply(wide_x, wide_dy, index), index).to(x.dtype) if sampled else None
+                dx = InputGradient.apply(wide_dy, s, products).to(x.dtype) if wants_x else None
+                dw = spread(WeightGradient.apply(wide_x, wide_dy, products), products).to(x.dtype) if sampled else None
             else:
-                dx, dw = index.backward(x, dy.contiguous(), s, wants_x, sampled)
+                dx, gradient = products.backward(x, dy.contiguous(), s, wants_x, sampled)
+                dw = None if gradient is None else products.scatter(gradient, x.dtype)
             if wants_weight and ctx.dense_gradient:
                 dw = dy.T @ x
             dbias = dy.sum(0) if wants_bias else None
         if ds is not None and wants_weight:
-            more = spread(ds, index).to(x.dtype)
+            more = spread(ds, products).to(x.dtype)
             dw = more if dw is None else dw + more
         return dx, dw, dbias, None
+
+
+class ValuesLinear(torch.autograd.Function):
+    """x Sᵀ + b from the values, in their storage dtype; x (tokens, inputs). Saves x and the values."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, values: Tensor, bias: Tensor | None, how: tuple[ByValues, Sink | None]) -> Tensor:
+        ctx.products, ctx.sink = how
+        ctx.save_for_backward(x, values)
+        return ctx.products.forward(x, values.to(wide(values.dtype)), bias)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (x, values), dy, products = ctx.saved_tensors, grads[0], ctx.products
+        wants_x, wants_values, wants_bias = ctx.needs_input_grad[:3]
+        s, dbias = values.to(wide(values.dtype)), dy.sum(0) if wants_bias else None
+        sampled = wants_values and ctx.sink is None
+        if torch.is_grad_enabled():
+            wide_x, wide_dy = x.to(s.dtype), dy.to(s.dtype)
+            dx = InputGradient.apply(wide_dy, s, products).to(x.dtype) if wants_x else None
+            ds = WeightGradient.apply(wide_x, wide_dy, products) if sampled else None
+        else:
+            dx, ds = products.backward(x, dy.contiguous(), s, wants_x, sampled)
+        dvalues = None if ds is None else ds.to(values.dtype)
+        if wants_values and ctx.sink is not None:
+            gradient = x.T @ dy if products.across else dy.T @ x
+            ctx.sink(gradient.detach())
+            dvalues = gradient.reshape(-1)[products.where]
+        return dx, dvalues, dbias, None

@@ -7,9 +7,10 @@
 
 `auto` takes narrow products if masks are made of channels. Otherwise it takes the fastest backend by crossovers, and
 logs each different choice once. A run on CPUs measures crossovers at its start (`measuring`), once per machine; its
-ranks and its checkpoints keep using the same (`crossovers_of`). For blocks on GPUs they come from `mst bench linear
---device cuda --tune`. MKL is half as fast as the compiled kernel, so it has its own crossovers ("mkl"). Requesting a
-backend that cannot run is an error that says why.
+ranks and its checkpoints keep using the same (`crossovers_of`). A compact layer (`compact`) follows them too: from the
+values alone the kernel is faster, and a dense product, which has to expand them, slower. For blocks on GPUs they come
+from `mst bench linear --device cuda --tune`. MKL is half as fast as the compiled kernel, so it has its own crossovers
+("mkl"). Requesting a backend that cannot run is an error that says why.
 """
 
 from __future__ import annotations
@@ -81,11 +82,18 @@ def kernel_of(device: str) -> tuple[str, str]:
 
 
 def crossovers_of(
-    device: str, block: int, layers: Iterable[tuple[str, tuple[int, ...], float]]
+    device: str, block: int, layers: Iterable[tuple[str, tuple[int, ...], float]], interval: int | None = None
 ) -> dict[tuple[str, tuple[int, ...]], float | None]:
     """Return the crossovers for layers of (dtype, shape, highest sparsity of the run).
 
-    On a CPU they are measured if that sparsity may pay; otherwise they come from the tables.
+    On a CPU they are measured if that sparsity may pay. A shape that could not be measured has that of the nearest one
+    on this processor, and without any it stays dense. Otherwise they come from the tables.
+
+    Args:
+        device: the type of the device.
+        block: the side of the blocks of which masks are made.
+        layers: (dtype, shape, highest sparsity) of each layer.
+        interval: the steps from one topology step to the next, over which its cost is spread.
     """
     from mst_scale.sparse_linear import measuring
 
@@ -103,14 +111,15 @@ def crossovers_of(
         shapes = sorted(s for (of, s), sparsity in highest.items() if of == dtype and sparsity >= measuring.GRID[0])
         if shapes:
             rows, seconds = measuring.measured(kernel, dtype, shapes)
-            found |= {(dtype, shape): float(row["sparsity"]) for shape, row in rows.items()}
+            found |= {(dtype, shape): _in_tables(kernel, dtype, shape, block, anywhere=False) for shape in shapes}
+            found |= {(dtype, shape): measuring.crossover_of(row, interval) for shape, row in rows.items()}
             log.info("%s", measuring.describe(list(rows.values()), seconds, len(shapes) - len(rows)))
     return found
 
 
-def _in_tables(kernel: str, dtype: str, shape: tuple[int, ...], block: int) -> float | None:
+def _in_tables(kernel: str, dtype: str, shape: tuple[int, ...], block: int, anywhere: bool = True) -> float | None:
     threads = 1 if kernel == "block" else torch.get_num_threads()
-    return crossover(kernel, dtype, shape, threads=threads, block=block)
+    return crossover(kernel, dtype, shape, threads=threads, block=block, anywhere=anywhere)
 
 
 def why_not(backend: str, device: str, dtype: torch.dtype, shape: tuple[int, ...], block: int) -> str | None:

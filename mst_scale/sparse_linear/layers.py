@@ -32,7 +32,7 @@ from torch import nn
 
 from mst_scale.errors import UserError
 from mst_scale.sparse_linear import dispatch, narrow
-from mst_scale.sparse_linear.definition import Index
+from mst_scale.sparse_linear.definition import Index, under_autocast
 from mst_scale.sparse_linear.derivatives import TO_DENSE
 from mst_scale.transforms import check_not_transformed
 
@@ -58,13 +58,14 @@ class Product:
         self.dense_gradient = False
 
     def __call__(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        """Return x Wᵀ + b, where inactive weights count as zero; x is (…, inputs)."""
         if self.index is None:
             if self.function is None:
                 return F.linear(x, weight, bias)
             check_not_transformed(f"{self.name}, a function of its parameter,", "choose another mst.method", x, weight)
             return self.function.linear(x, weight, bias)
         check_not_transformed(self.name, TO_DENSE, x, weight, bias)
-        x, weight, bias = _autocast(x), _autocast(weight), None if bias is None else _autocast(bias)
+        x, weight, bias = under_autocast(x), under_autocast(weight), None if bias is None else under_autocast(bias)
         self._check(x, weight, bias)
         weight = weight if self.function is None else self.function.weight(weight)
         return self.index.linear(x, weight, bias, self.dense_gradient)
@@ -76,7 +77,7 @@ class Product:
         if self.index is None or self.dense_gradient or not hasattr(self.index, "cross_entropy"):
             return None
         check_not_transformed(self.name, TO_DENSE, x, weight)
-        x, weight = _autocast(x), _autocast(weight)
+        x, weight = under_autocast(x), under_autocast(weight)
         self._check(x, weight)
         weight = weight if self.function is None else self.function.weight(weight)
         loss: torch.Tensor = self.index.cross_entropy(x, weight, targets, count)
@@ -210,15 +211,6 @@ class SparseLayers:
         """Set whether the next backward passes compute the gradient of inactive weights too."""
         for product in self.products.values():
             product.dense_gradient = wanted
-
-
-def _autocast(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor in the dtype to which autocast casts the arguments of F.linear."""
-    device = tensor.device.type
-    if not torch.amp.is_autocast_available(device) or not torch.is_autocast_enabled(device):
-        return tensor
-    eligible = tensor.is_floating_point() and tensor.dtype != torch.float64
-    return tensor.to(torch.get_autocast_dtype(device)) if eligible else tensor
 
 
 def _describe(tensor: torch.Tensor) -> str:

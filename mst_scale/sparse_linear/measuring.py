@@ -2,9 +2,10 @@
 
 One layer, forward and the gradients of input and weight, is timed dense and at the sparsities of `GRID` in turns. The
 fastest run of each counts, since other load only makes a run slower. Sparse times are interpolated between the
-sparsities; the crossover is where the sparse time is 1 / MARGIN of the dense one. Each combination of processor, torch
-build, dtype, number of threads and shape is measured once and kept in the user's table of crossovers. Of a large matrix
-only a part is measured: the kernel's time per row is the same.
+sparsities; the crossover is where the sparse time is 1 / MARGIN of the dense one. To the sparse time belongs what a
+topology step costs (building the index, and a dense gradient for growth), spread over the steps between two of them.
+Each combination of processor, torch build, kernel, dtype, number of threads and shape is measured once and kept in the
+user's table of crossovers. Of a large matrix only a part is measured: the kernel's time per row is the same.
 """
 
 from __future__ import annotations
@@ -21,11 +22,13 @@ import torch.nn.functional as F
 
 from mst_scale.errors import UserError
 from mst_scale.sparse_linear import crossovers
+from mst_scale.sparse_linear.compact import CompactIndex, compact_linear
 from mst_scale.sparse_linear.cpu import CompiledIndex, MKLIndex
 
 VARIABLE = "MST_SCALE_MEASURE"
 KERNELS: dict[str, Any] = {"cpu": CompiledIndex, "mkl": MKLIndex}
 GRID = (0.5, 0.7, 0.85, 0.95, 0.99)
+USUAL = 0.95  # at which a topology step is measured
 MARGIN = 1.05  # a kernel must be this much faster: less is noise
 SECONDS = 8.0  # for all shapes of a model together; a shape that was begun is finished
 LEAST, MOST = 3, 9  # rounds of measurement
@@ -67,13 +70,29 @@ class Layer:
         index = kind(self.active(sparsity))
         return self.both_ways(lambda x, weight: index.linear(x, weight, None, False))
 
+    def compact(self, sparsity: float, backend: str = "cpu") -> Run:
+        """Return a run of a layer of which only the active weights exist."""
+        index = CompactIndex.from_mask(self.active(sparsity), self.weight.shape, backend=backend)
+        values = self._drawn(index.count).requires_grad_()
+        return lambda: torch.autograd.grad(compact_linear(self.x, values, index), (self.x, values), self.dy)
 
-def crossover(ours: Mapping[float, float], dense: float) -> float | None:
-    """Return the sparsity at which sparse and dense times are equal; None if sparse is always faster."""
+    def topology_step(self, sparsity: float, kind: Any = CompiledIndex) -> Run:
+        """Return a run of a kernel with a new index and the dense gradient of the weight."""
+        active = self.active(sparsity)
+        return self.both_ways(lambda x, weight: kind(active).linear(x, weight, None, True))
+
+
+def crossover(ours: Mapping[float, float], dense: float, fixed: float = 0.0) -> float | None:
+    """Return the sparsity at which sparse and dense times are equal; None if sparse is always faster.
+
+    Without active weights, ours is `fixed`.
+    """
     points = sorted(ours.items(), reverse=True)
     if points[-1][1] <= dense:
         return None
-    before = (1.0, 0.0)
+    if fixed >= dense:
+        return 1.0
+    before = (1.0, fixed)
     for sparsity, time_ in points:
         if time_ > dense:
             share = (dense - before[1]) / (time_ - before[1])
@@ -116,28 +135,44 @@ def measured(
 
 
 def measure(kernel: str, dtype: str, shape: tuple[int, ...], seconds: float) -> dict[str, Any] | None:
-    """Return a row of the user's table: the crossover, and the speedup over dense at each sparsity of `GRID`.
-
-    It is None if the machine is too busy to measure.
-    """
+    """Return a row of the user's table for one shape, or None if the machine is too busy to measure."""
     with torch.enable_grad():
         layer = Layer(dtype, part_of(shape), tokens_for(shape))
         runs = [layer.dense(), *(layer.sparse(sparsity, KERNELS[kernel]) for sparsity in GRID)]
-        taken = in_turns(runs, seconds)
+        taken = in_turns([*runs, layer.topology_step(USUAL, KERNELS[kernel])], seconds)
     if taken is None:
         return None
-    dense, *ours = map(min, taken)
-    times = dict(zip(GRID, ours, strict=True))
-    crossed = crossover(times, dense / MARGIN)
-    return {
+    dense, *ours, topology_step = map(min, taken)
+    return row_of(kernel, layer.dtype, shape, dense, dict(zip(GRID, ours, strict=True)), topology_step)
+
+
+def row_of(  # noqa: PLR0917
+    kernel: str, dtype: str, shape: Sequence[int], dense: float, times: Mapping[float, float], topology_step: float
+) -> dict[str, Any]:
+    """Return a row of the user's table: the crossover, and the speedup over dense at each measured sparsity.
+
+    Its "topology_step" is what such a step costs on top of a sparse one, in units of the time of a dense one.
+    """
+    usual = times[min(times, key=lambda sparsity: abs(sparsity - USUAL))]
+    row = {
         "backend": kernel,
         "dtype": dtype,
         "threads": torch.get_num_threads(),
         "shape": list(shape),
-        "sparsity": round(GRID[0] if crossed is None else crossed, 3),
         **crossovers.here(),
-        "gains": {str(sparsity): round(dense / time_, 2) for sparsity, time_ in times.items()},
+        "kernel": crossovers.kernel_version(),
+        "gains": {str(sparsity): round(dense / time_, 3) for sparsity, time_ in times.items()},
+        "topology_step": round(max(0.0, topology_step - usual) / dense, 3),
     }
+    return {**row, "sparsity": crossover_of(row)}
+
+
+def crossover_of(row: Mapping[str, Any], interval: int | None = None) -> float:
+    """Return from which sparsity on a measured kernel is faster, if every `interval` steps there is a topology step."""
+    between = row["topology_step"] / interval if interval else 0.0
+    times = {float(sparsity): 1 / gain + between for sparsity, gain in row["gains"].items()}
+    crossed = crossover(times, 1 / MARGIN, between)
+    return round(min(times) if crossed is None else crossed, 3)
 
 
 def part_of(shape: Sequence[int]) -> tuple[int, int]:
@@ -180,7 +215,8 @@ def describe(rows: Sequence[Mapping[str, Any]], seconds: float, others: int = 0)
     """Describe in one line what was measured; `others` is the number of shapes that were not."""
     each = [f"{row['shape'][0]} × {row['shape'][1]} {_of(row)}" for row in rows]
     if others:
-        each.append(f"{others} more from tables, because the machine was too busy or there was no time to measure them")
+        why = "the machine was too busy or there was no time"
+        each.append(f"{others} not measured ({why}), which follow the nearest shape measured here or stay dense")
     when = f"in {seconds:.1f} s" if seconds else "earlier"
     return f"sparse layers, measured {when} and kept in {crossovers.own()}: {'; '.join(each)}"
 

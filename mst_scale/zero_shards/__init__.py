@@ -9,8 +9,14 @@ logical       what each parameter is of the logical model: its name, its shape, 
 groups        which ranks hold the rest of it
 autotp        DeepSpeed's AutoTP layers, with another product; what it cannot cut
 step          the optimizer step: where it is hooked, its norm and loss scale, what stage 0 lacks
-slices        for every sparse parameter this rank's slice, with live views of its master weight, reduced gradient
-              and optimizer states, at every stage; what cannot be right is refused
+supported     checks that an engine has no feature of DeepSpeed with which sparse training would not be exact
+store         which store holds the parameters of an engine
+dense_store   for every sparse parameter this rank's slice, with live views of its master weight, reduced gradient
+              and optimizer states, at every stage
+compact_index which weights of a matrix a compact parameter stores
+compact_store the same slices for parameters that store their active weights alone
+compact_files which weights those are, in a checkpoint
+put_weights   writes weights into a live engine
 muon          Muon in one place at every stage
 powers        Adam's powers of its betas on a CPU, from the count of updates alone
 saving        saves that fail together, loads that carry masks, universal checkpoints at every stage
@@ -20,13 +26,16 @@ weight_files  where a checkpoint's weights lie on disk
 universal     DeepSpeed's universal layout, for every stage
 """
 
-from mst_scale.zero_shards.autotp import FORWARDS, asserted_of_cutting, is_linear, refuse_to_cut
+from mst_scale.zero_shards.autotp import FORWARDS, asserted_of_cutting, check_cuttable, is_linear
+from mst_scale.zero_shards.compact_index import CompactIndex, index_of, indexes_of, mark
+from mst_scale.zero_shards.compact_store import CompactStore
 from mst_scale.zero_shards.groups import Groups, exchanges_of, groups_of, sequences_a_step, stage_count, tensor_slices
-from mst_scale.zero_shards.half_types import refuse_precision
+from mst_scale.zero_shards.half_types import check_precision
 from mst_scale.zero_shards.hooks import HOOKS, Follower, install
 from mst_scale.zero_shards.logical import TABLES, cut_of, is_cut, named_parameters, shape_of
 from mst_scale.zero_shards.muon import shapes as muon_shapes
 from mst_scale.zero_shards.parameters import is_matrix, partitioned_construction, whole, zero_stage
+from mst_scale.zero_shards.put_weights import put_reads, put_weights, stamp
 from mst_scale.zero_shards.quick_start import hasten
 from mst_scale.zero_shards.saving import (
     carry_state,
@@ -34,21 +43,13 @@ from mst_scale.zero_shards.saving import (
     load_checkpoint,
     saved_classes,
 )
-from mst_scale.zero_shards.slices import (
-    Shards,
-    put_reads,
-    put_weights,
-    refuse_arguments,
-    shards_of,
-    stamp,
-    uses_muon,
-)
 from mst_scale.zero_shards.step import (
     TORCH_FUSED,
     NamedCollectives,
     adam_of,
     around_model_step,
     base_optimizer,
+    check_optimized,
     clip_factor,
     grad_norm,
     has_moments,
@@ -59,9 +60,10 @@ from mst_scale.zero_shards.step import (
     passes_of_a_step,
     pipeline_losses,
     place_scheduler,
-    refuse_unoptimized,
     watch_losses,
 )
+from mst_scale.zero_shards.store import Store, shards_of
+from mst_scale.zero_shards.supported import check_arguments, uses_muon
 from mst_scale.zero_shards.versions import check_versions
 
 __all__ = [
@@ -69,15 +71,21 @@ __all__ = [
     "HOOKS",
     "TABLES",
     "TORCH_FUSED",
+    "CompactIndex",
+    "CompactStore",
     "Follower",
     "Groups",
     "NamedCollectives",
-    "Shards",
+    "Store",
     "adam_of",
     "around_model_step",
     "asserted_of_cutting",
     "base_optimizer",
     "carry_state",
+    "check_arguments",
+    "check_cuttable",
+    "check_optimized",
+    "check_precision",
     "check_versions",
     "clip_factor",
     "cut_of",
@@ -87,12 +95,15 @@ __all__ = [
     "groups_of",
     "has_moments",
     "hasten",
+    "index_of",
+    "indexes_of",
     "install",
     "is_cut",
     "is_linear",
     "is_matrix",
     "load_checkpoint",
     "loss_scale",
+    "mark",
     "muon_shapes",
     "named_parameters",
     "on_cpu",
@@ -104,10 +115,6 @@ __all__ = [
     "place_scheduler",
     "put_reads",
     "put_weights",
-    "refuse_arguments",
-    "refuse_precision",
-    "refuse_to_cut",
-    "refuse_unoptimized",
     "saved_classes",
     "sequences_a_step",
     "shape_of",

@@ -55,7 +55,7 @@ def is_linear(module: nn.Module) -> bool:
 # --- what DeepSpeed asserts of it, or computes otherwise ---
 
 
-def refuse_to_cut(model: nn.Module, deepspeed: Mapping[str, Any], size: int) -> None:
+def check_cuttable(model: nn.Module, deepspeed: Mapping[str, Any], size: int) -> None:
     """A config with which DeepSpeed would take other batches than it says, or fail in the first forward."""
     shape = [deepspeed.get(key) for key in ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps")]
     total = deepspeed.get("train_batch_size")

@@ -19,7 +19,7 @@ def half_types() -> tuple[str, ...]:
     return tuple(name for name, there in supported.items() if there)
 
 
-def refuse_precision(precision: str) -> None:
+def check_precision(precision: str) -> None:
     """Raise UserError if `precision` ("fp32", "bf16" or "fp16") is a half type that this device does not train in."""
     supported = half_types()
     if precision == "fp32" or precision in supported:

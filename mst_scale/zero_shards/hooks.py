@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 from torch import Tensor, nn
 
-from mst_scale.zero_shards import groups, logical, muon, powers, saving, step
+from mst_scale.zero_shards import compact_index, groups, logical, muon, powers, saving, step
 
 
 class Follower(Protocol):
@@ -50,6 +50,9 @@ class Follower(Protocol):
 
     def saving(self, checkpoint: Path) -> dict[str, Any]:
         """Write what rides along into a checkpoint's folder; what is returned goes into its client_state."""
+
+    def loading(self, checkpoint: Path) -> Callable[[], None]:
+        """A checkpoint is about to be loaded; what is returned undoes the preparation if it is not."""
 
     def loaded(self, checkpoint: Path, state: dict[str, Any] | None) -> None:
         """Weights and states are loaded; `state` is what `saving` returned then, None where nobody rode along."""
@@ -89,6 +92,14 @@ HOOKS = (
         "0.19",
         step.steps_plainly,
         lambda engine, _: step.guard_plain_step(engine),
+    ),
+    Hook(
+        "norm in float64",
+        "optimizer.get_grad_norm_direct (stages 1 and 2), and the norm of a plain step",
+        "float32 sums over ranks depend on where parameters are cut, and compact ones are cut elsewhere",
+        "0.19",
+        lambda engine, _: bool(compact_index.indexes_of(engine.module)),
+        lambda engine, _: step.norm_in_float64(engine),
     ),
     Hook(
         "plain loss",
@@ -177,6 +188,14 @@ HOOKS = (
         "0.19",
         lambda _, follower: follower.masks_weights,
         saving.carry_along,
+    ),
+    Hook(
+        "consolidated weights",
+        "engine._zero3_consolidated_16bit_state_dict",
+        "it gathers what parameters store, and compact ones store their active weights alone",
+        "0.19",
+        lambda engine, _: engine.zero_optimization_stage() == 3 and bool(compact_index.indexes_of(engine.module)),
+        lambda engine, _: saving.consolidate_matrices(engine),
     ),
     Hook(
         "layout",

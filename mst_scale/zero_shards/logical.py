@@ -23,6 +23,7 @@ from torch import nn
 from mst_scale.errors import UserError
 from mst_scale.shard import Cut, as_matrix
 from mst_scale.tensor_parallel import marked_cut
+from mst_scale.zero_shards.compact_index import index_of
 
 TABLES = (nn.Embedding, nn.EmbeddingBag, VocabParallelEmbedding, HiddenParallelEmbedding)
 UNKNOWN = "masks cannot follow this layout of tensor parallelism: train with method dense, or cut it otherwise"
@@ -39,6 +40,8 @@ def cut_of(parameter: Any) -> Cut:
     """Which rows and columns of the logical tensor this rank's parameter holds, before ZeRO cuts it."""
     if (marked := marked_cut(parameter)) is not None:
         return marked
+    if (index := index_of(parameter)) is not None:
+        return Cut.whole(index.shape)
     here = tuple(getattr(parameter, "ds_shape", parameter.shape))
     told = getattr(parameter, DS_AUTOTP_UC_META, None)
     if told is None:
@@ -49,6 +52,12 @@ def cut_of(parameter: Any) -> Cut:
     if math.prod(cut.local_matrix) != math.prod(here):
         raise UserError(f"DeepSpeed says that {cut.local_matrix} of {cut.shape} is here, and it is {here}: {UNKNOWN}")
     return cut
+
+
+def stored_cut_of(parameter: Any) -> Cut:
+    """The same of what the parameter stores: of a compact one the vector of its values."""
+    index = index_of(parameter)
+    return cut_of(parameter) if index is None else Cut.whole((index.count,))
 
 
 def is_cut(parameter: Any) -> bool:

@@ -31,9 +31,10 @@ from torch import nn
 
 from mst_scale.comm import logger
 from mst_scale.errors import UserError
+from mst_scale.zero_shards.dense_store import dense_store
 from mst_scale.zero_shards.logical import shape_of
-from mst_scale.zero_shards.slices import laid_out, refuse_untested
 from mst_scale.zero_shards.step import NamedCollectives, base_optimizer, optimized
+from mst_scale.zero_shards.supported import check_engine
 
 STEPS = 5  # of Newton-Schulz, as DeepSpeed takes
 MOMENTUM = "momentum_buffer"
@@ -55,7 +56,7 @@ def takes_over(engine: Any, masks_weights: bool) -> bool:
     if not is_muon(engine):
         return False
     try:
-        refuse_untested(engine)
+        check_engine(engine)
     except UserError as reason:
         if masks_weights:
             raise
@@ -93,7 +94,7 @@ class Muon:
                 "a Muon of your own finds no parameter marked use_muon, and DeepSpeed orthogonalises no other: "
                 'leave the optimizer out, and let the config make it with "optimizer": {"type": "Muon"}'
             )
-        self.shards = laid_out(engine, marked)
+        self.shards = dense_store(engine, marked)
         self.group = self.shards.group
         self.all_to_all = NamedCollectives("mst_muon").all_to_all
         self.lengths = self._lengths()

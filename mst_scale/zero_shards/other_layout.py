@@ -17,6 +17,8 @@ from typing import Any
 
 from mst_scale.comm import logger
 from mst_scale.errors import UserError
+from mst_scale.zero_shards.compact_files import file_of
+from mst_scale.zero_shards.compact_index import indexes_of
 
 COPY, MANIFEST = "universal", "manifest.json"  # of checkpoints.store, which stands above this package
 OF_A_RANK = re.compile(r"zero_pp_rank_(\d+)_mp_rank_\d+_(optim|model)_states\.pt$")
@@ -27,7 +29,7 @@ def copy_of(engine: Any, load_dir: Path, tag: Any) -> str | None:
     folder = _folder(load_dir, tag)
     if folder is None or not (folder / COPY / MANIFEST).is_file():
         return None
-    why = misfit(folder, int(engine.zero_optimization_stage()), _ranks(engine))
+    why = _misfit(folder, engine)
     if why is None:
         return None
     logger.info("%s: loading the copy that mst reshape has made, %s", why, folder / COPY)
@@ -44,13 +46,21 @@ def explained(engine: Any, load: Callable[..., Any], args: Any, named: Any) -> I
     except Exception as error:
         given = inspect.signature(load).bind(*args, **named).arguments
         folder = _folder(Path(given["load_dir"]), given.get("tag"))
-        why = None if folder is None else misfit(folder, int(engine.zero_optimization_stage()), _ranks(engine))
+        why = None if folder is None else _misfit(folder, engine)
         if folder is None or why is None:
             raise
         raise UserError(
             f"{why}. Run `mst reshape {folder}`, which writes a copy that any layout can load, and start this program "
             "again: it finds the copy"
         ) from error
+
+
+def _misfit(folder: Path, engine: Any) -> str | None:
+    there, here = file_of(folder).is_file(), bool(indexes_of(engine.module))
+    if there != here:
+        words = {True: "its active weights alone (mst.compute.compact)", False: "whole matrices"}
+        return f"{folder} stores {words[there]}, and here layers store {words[here].replace('its', 'their')}"
+    return misfit(folder, int(engine.zero_optimization_stage()), _ranks(engine))
 
 
 def misfit(folder: Path, stage: int, ranks: int) -> str | None:

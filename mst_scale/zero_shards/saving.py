@@ -15,9 +15,11 @@ import torch
 from mst_scale.errors import UserError
 from mst_scale.latest import tag_in
 from mst_scale.zero_shards import safe_load
+from mst_scale.zero_shards.compact_index import index_of, indexes_of, values_stored
+from mst_scale.zero_shards.dense_store import dense_store
 from mst_scale.zero_shards.logical import named_parameters, shape_of
 from mst_scale.zero_shards.other_layout import copy_of, explained
-from mst_scale.zero_shards.slices import laid_out, put_reads
+from mst_scale.zero_shards.put_weights import put_reads, stored
 from mst_scale.zero_shards.step import base_optimizer
 
 
@@ -96,6 +98,7 @@ def carry_along(engine: Any, follower: Any) -> None:
     stay."""
     save, load = engine.save_checkpoint, engine.load_checkpoint
     of_save, of_load = inspect.signature(save), inspect.signature(load)
+    indexes = indexes_of(engine.module)
 
     @functools.wraps(save)
     def save_checkpoint(*args: Any, **named: Any) -> Any:
@@ -104,23 +107,48 @@ def carry_along(engine: Any, follower: Any) -> None:
         # before DeepSpeed's own files, so that its `latest` never names a checkpoint without masks
         head = follower.saving(Path(given["save_dir"]) / tag)
         state = {**(given.get("client_state") or {}), "mst": head}
-        return save(**{**given, "tag": tag, "client_state": state})
+        with values_stored(indexes):
+            return save(**{**given, "tag": tag, "client_state": state})
 
     @functools.wraps(load)
     def load_checkpoint(*args: Any, **named: Any) -> Any:
         given = of_load.bind(*args, **named).arguments
-        if given.get("load_module_only"):  # at ZeRO-3 DeepSpeed's own loads nothing, and masks have to fit
-            folder, tag = Path(given["load_dir"]), given.get("tag")
-            if tag is None and (folder / "latest").is_file():
-                tag = tag_in(folder / "latest")
-            if tag is not None:
-                return str(folder / tag), follower.load_weights(folder / tag)
-        path, state = load(*args, **named)
+        folder, tag = Path(given["load_dir"]), given.get("tag")
+        latest = folder / ("latest_universal" if engine.load_universal_checkpoint() else "latest")
+        if tag is None and latest.is_file():
+            tag = tag_in(latest)
+        if given.get("load_module_only") and tag is not None:  # at ZeRO-3 DeepSpeed's own loads nothing, and masks
+            return str(folder / tag), follower.load_weights(folder / tag)  # have to fit
+        undo = (lambda: None) if tag is None else follower.loading(folder / str(tag))
+        path = None
+        try:
+            with values_stored(indexes):
+                path, state = load(*args, **named)
+        finally:
+            if path is None:
+                undo()
         if path is not None:
             follower.loaded(Path(path).parent, (state or {}).get("mst"))
         return path, state
 
     engine.save_checkpoint, engine.load_checkpoint = save_checkpoint, load_checkpoint
+
+
+def consolidate_matrices(engine: Any) -> None:
+    """Let DeepSpeed's consolidated 16-bit weights of stage 3 have matrices where parameters store their values."""
+    inner = engine._zero3_consolidated_16bit_state_dict
+    named = engine.module.named_parameters(remove_duplicate=False)
+    indexes = {name: index for name, p in named if (index := index_of(p)) is not None}
+
+    @functools.wraps(inner)
+    def consolidated(*args: Any, **named: Any) -> Any:
+        state = inner(*args, **named)
+        for name, index in indexes.items():
+            if state and name in state:
+                state[name] = index.expand(state[name])
+        return state
+
+    engine._zero3_consolidated_16bit_state_dict = consolidated
 
 
 def carry_state(
@@ -211,7 +239,7 @@ def _load_universal(engine: Any, folder: Path, buffers: dict[str, torch.Tensor])
         )
     parameters = {name: p for name, p in named_parameters(engine.module) if p.requires_grad}
     _refuse_other_shapes(folder, {name: shape_of(p) for name, p in parameters.items()}, index[FP32].shapes)
-    shards, step = laid_out(engine, parameters), _step(folder / "zero", common)
+    shards, step = dense_store(engine, parameters), _step(folder / "zero", common)
     for i, (name, parameter) in enumerate(parameters.items()):
         owner = shards.owner(i)
         state = optimizer.state[owner]
@@ -219,9 +247,9 @@ def _load_universal(engine: Any, folder: Path, buffers: dict[str, torch.Tensor])
         for key, weights in index.items():
             if key != FP32 and key not in state:
                 state[key] = torch.zeros_like(owner)
-            if shards.slices[i].length:
+            if (part := shards.slices[i]).length:
                 kept = shards.weight(i) if key == FP32 else shards.states(i)[key]
-                kept.copy_(weights.shard(shards.slices[i]))
+                kept.copy_(stored(name, parameter, weights.shard)(part.start, part.start + part.length))
         put_reads(engine, name, parameter, index[FP32].shard)
     for name in ("loss_scaler", "dynamic_loss_scale", "overflow"):
         if name in common and hasattr(engine.optimizer, name):

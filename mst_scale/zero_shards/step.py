@@ -50,7 +50,7 @@ def optimized(engine: Any) -> set[int]:
     return {id(p) for group in groups for p in group} | empty
 
 
-def refuse_unoptimized(engine: Any, targets: dict[str, torch.nn.Parameter]) -> None:
+def check_optimized(engine: Any, targets: dict[str, torch.nn.Parameter]) -> None:
     """Every target is in a group of the optimizer: what no update reaches could not follow its mask."""
     updated = optimized(engine)
     left_out = [name for name, p in targets.items() if id(p) not in updated]
@@ -148,6 +148,7 @@ class NamedCollectives:
     def __init__(self, name: str):
         self.all_reduce = functools.partial(ds_comm.all_reduce, log_name=f"{name}_all_reduce")
         self.all_to_all = functools.partial(ds_comm.all_to_all_single, log_name=f"{name}_all_to_all")
+        self.reduce_scatter = functools.partial(ds_comm.reduce_scatter_tensor, log_name=f"{name}_reduce_scatter")
 
 
 def place_scheduler(engine: Any, state: dict[str, Any]) -> None:
@@ -213,7 +214,7 @@ def guard_plain_step(engine: Any) -> None:
 
     def guarded(optimizer: Any) -> None:
         gradients = [p.grad for p in parameters if p.grad is not None]
-        norm = _over_the_model([p for p in parameters if p.grad is not None], engine.mpu)
+        norm = _over_the_model([p for p in parameters if p.grad is not None], engine)
         optimizer.overflow = not math.isfinite(norm)
         optimizer._global_grad_norm = norm
         if optimizer.overflow:
@@ -225,13 +226,39 @@ def guard_plain_step(engine: Any) -> None:
     optimizer.step = types.MethodType(guarded, optimizer)  # torch's schedulers, made later, want a method to wrap
 
 
-def _over_the_model(parameters: list[Any], mpu: Any) -> float:
+FLOAT64 = "mst_norm_in_float64"  # on an engine
+
+
+def norm_in_float64(engine: Any) -> None:
+    """Sum the norm of gradients in float64 on all ranks and at every stage; stage 3 does so by itself.
+
+    The sum then does not depend, to float32's precision, on where parameters are cut over ranks.
+    """
+    setattr(engine, FLOAT64, True)
+    if not hasattr(engine.optimizer, "get_grad_norm_direct") or engine.zero_optimization_stage() == 3:
+        return
+    group, device = engine.optimizer.dp_process_group, engine.device
+
+    def norm_of(gradients: list[torch.Tensor], parameters: Any, norm_type: float = 2) -> torch.Tensor:
+        assert norm_type == 2, "DeepSpeed clips by the L2 norm"
+        mine = [g.data.double().square().sum() for g in gradients if not getattr(g, "_zero_padding", False)]
+        total = torch.stack(mine).sum() if mine else torch.zeros((), dtype=torch.float64, device=device)
+        ds_comm.all_reduce(total, group=group)
+        norm = total.sqrt().float()
+        return torch.where(norm.isfinite(), norm, norm.new_tensor(-1.0))  # DeepSpeed's mark of an overflow
+
+    engine.optimizer.get_grad_norm_direct = norm_of
+
+
+def _over_the_model(parameters: list[Any], engine: Any) -> float:
     """Norm of the whole model's gradient, of which a rank may hold some slices and some layers.
 
     What slices and stages have in common counts once: on the first slice, and on the stage that DeepSpeed names.
     """
+    mpu = engine.mpu
     if not hasattr(mpu, "get_tensor_model_parallel_rank"):  # none, or one that knows of sequences alone
-        return total_norm([p.grad for p in parameters])
+        dtype = torch.float64 if getattr(engine, FLOAT64, False) else None
+        return total_norm([p.grad for p in parameters], dtype)
     first = mpu.get_tensor_model_parallel_rank() == 0
     own = [p.grad for p in parameters if (first or is_cut(p)) and not getattr(p, "ds_pipe_replicated", False)]
     device = parameters[0].device if parameters else get_accelerator().current_device_name()
@@ -295,10 +322,10 @@ def add_up_parts(engine: Any) -> None:
 NORM_PIECE = 1 << 16  # values whose squares are added in float32, as torch does for a whole tensor
 
 
-def total_norm(gradients: list[torch.Tensor]) -> float:
-    """L2 norm over all tensors: float32 within pieces, float64 over them (a float64 copy of all costs 10 times)."""
+def total_norm(gradients: list[torch.Tensor], dtype: torch.dtype | None = None) -> float:
+    """L2 norm over all tensors: float32 (or `dtype`) within pieces, float64 over them (which would cost 3 times)."""
     pieces = [piece for g in gradients for piece in g.detach().reshape(-1).split(NORM_PIECE) if piece.numel()]
     if not pieces:
         return 0.0
-    norms = torch._foreach_norm(pieces, 2, torch.promote_types(pieces[0].dtype, torch.float32))
+    norms = torch._foreach_norm(pieces, 2, dtype or torch.promote_types(pieces[0].dtype, torch.float32))
     return math.sqrt(torch.stack(norms).double().square().sum().item())

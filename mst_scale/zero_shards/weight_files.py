@@ -20,7 +20,7 @@ import math
 import re
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import groupby
 from pathlib import Path
@@ -33,7 +33,8 @@ from mst_scale.comm import Damaged
 from mst_scale.errors import UserError
 from mst_scale.mixed_growing import packed_bits
 from mst_scale.shard import Cut, Shard
-from mst_scale.zero_shards import safe_load
+from mst_scale.zero_shards import compact_files, safe_load
+from mst_scale.zero_shards.compact_files import StoredIndex
 from mst_scale.zero_shards.logical import Layout, layout_of_file
 
 State = Any  # what a checkpoint's file unpickles to
@@ -57,6 +58,8 @@ class Weights:
 
     shapes: dict[str, tuple[int, ...]]
     parts: dict[str, list[Part]]
+    compact: dict[str, StoredIndex] = field(default_factory=dict, kw_only=True)
+    """Of parameters whose parts are shards of a vector of values; for readers they are matrices."""
 
     def read(self, name: str) -> torch.Tensor:
         """The whole parameter in float32."""
@@ -69,6 +72,20 @@ class Weights:
 
     def shard(self, shard: Shard) -> torch.Tensor:
         """The values of a shard, flat."""
+        index = self.compact.get(shard.name)
+        return self._stored(shard) if index is None else self._expanded(shard, index)
+
+    def _expanded(self, shard: Shard, index: StoredIndex) -> torch.Tensor:
+        """A shard of a compact parameter's matrix."""
+        if (start := shard.in_a_row) is None:
+            whole = self._expanded(Shard.whole(shard.name, index.shape), index)
+            return whole[shard.logical(torch.arange(shard.length))]
+        first, last = index.between(start, start + shard.length)
+        values = torch.zeros(shard.length)
+        stored = Shard(shard.name, Cut.whole((len(index.positions),)), first, last - first)
+        return values.scatter_(0, index.positions[first:last] - start, self._stored(stored))
+
+    def _stored(self, shard: Shard) -> torch.Tensor:
         values = torch.empty(shard.length)
         missing = shard.length
         for part in self.parts[shard.name]:
@@ -124,6 +141,15 @@ def states_of(checkpoint: Path, keys: Iterable[str]) -> dict[str, Weights]:
                     weights.shapes[name], weights.parts[name] = shape, parts
                 elif layout is not None and layout.cut(name):  # else another slice, or stage, has told all of it
                     weights.parts[name] += parts
+    for name, index in compact_files.read(checkpoint).items():
+        for weights in found.values():
+            if name in weights.shapes:
+                if weights.shapes[name] != (len(index.positions),):
+                    raise Damaged(
+                        f"{checkpoint}: {name} stores {weights.shapes[name]} values, and its index says "
+                        f"{len(index.positions)}"
+                    )
+                weights.compact[name], weights.shapes[name] = index, index.shape
     return found
 
 

@@ -103,7 +103,7 @@ def close(mine: tuple[list[float], list[float]], reference: tuple[list[float], l
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_training_goes_as_on_one_rank(stage: int):
+def test_training_equals_that_on_one_rank(stage: int):
     """Tensor 2 × data 2. float32: Adam divides by gradients' sizes, so rounding grows a little from step to step."""
     how = Training(stage, steps=6)
     (reference,) = run(trained, 1, {}, how)
@@ -127,7 +127,7 @@ def test_bf16_counts_each_weight_once(stage: int):
         close(mine, reference, 2e-2)
 
 
-def _refused(rank: int, world: int, sizes: dict[str, int], changes: dict[str, Any]) -> str:
+def _rejected(rank: int, world: int, sizes: dict[str, int], changes: dict[str, Any]) -> str:
     with pytest.raises(ValueError) as error:
         built(sizes, **changes)
     return str(error.value)
@@ -142,6 +142,6 @@ def _refused(rank: int, world: int, sizes: dict[str, int], changes: dict[str, An
         ({"tensor": 4}, {}, "start a multiple of 4"),
     ],
 )
-def test_what_cannot_be_cut_is_refused_in_one_line(sizes: dict[str, int], changes: dict[str, Any], words: str):
-    for said in run(_refused, 2, sizes, changes):
+def test_indivisible_sizes_are_rejected_in_one_line(sizes: dict[str, int], changes: dict[str, Any], words: str):
+    for said in run(_rejected, 2, sizes, changes):
         assert words in said and "\n" not in said

@@ -49,7 +49,7 @@ def raised(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
     return [q, k, *others]
 
 
-def alike(length: int, dim: int, score: float) -> list[torch.Tensor]:
+def nearly_equal(length: int, dim: int, score: float) -> list[torch.Tensor]:
     """q, k, v, dout: all rows of q are the same, all rows of k too; every pair has this score, up to rounding."""
     generator = torch.Generator().manual_seed(0)
     q, k = (torch.randn(dim, dtype=torch.float64, generator=generator) for _ in range(2))

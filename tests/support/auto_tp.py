@@ -155,9 +155,9 @@ def kill_units(engine: Any) -> None:
         axis, chosen = lines[name]
         flat, columns = shard.logical(torch.arange(shard.length)), shard.shape[1]
         line = flat // columns if axis == 0 else flat % columns
-        alive = ~torch.isin(line, torch.tensor(chosen))
-        shards.weight(i).mul_(alive)
-        shards.zero_read(i, alive)
+        kept = ~torch.isin(line, torch.tensor(chosen))
+        shards.weight(i).mul_(kept)
+        shards.zero_read(i, kept)
 
 
 def masters(engine: Any) -> dict[str, torch.Tensor]:

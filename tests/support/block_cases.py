@@ -80,18 +80,18 @@ def poisoned() -> dict[str, bool]:
         found[number] = values
         return found
 
-    alive = int(active.any(1).nonzero()[0])  # the first output that is not empty
+    kept = int(active.any(1).nonzero()[0])  # the first output that is not empty
     spoilt = {}
     for name, value in (("nan", float("nan")), ("inf", float("inf"))):
         bad_x, bad_dy, bad_weight = x.clone(), dy.clone(), weight.clone()
-        bad_x[3], bad_dy[5, alive], bad_weight[alive, active[alive]] = value, value, value
+        bad_x[3], bad_dy[5, kept], bad_weight[kept, active[kept]] = value, value, value
         spoilt[f"{name} in x, y"] = only(index.forward(bad_x, weight, None), row(3, 33, active.any(1)))
-        spoilt[f"{name} in dy, dx"] = only(index.input_gradient(bad_dy, weight), row(5, 33, active[alive]))
-        spoilt[f"{name} in dy, dw"] = only(index.weight_gradient(x, bad_dy), row(alive, 64, active[alive]))
+        spoilt[f"{name} in dy, dx"] = only(index.input_gradient(bad_dy, weight), row(5, 33, active[kept]))
+        spoilt[f"{name} in dy, dw"] = only(index.weight_gradient(x, bad_dy), row(kept, 64, active[kept]))
         column = torch.zeros(64, dtype=torch.bool)
-        column[alive] = True
+        column[kept] = True
         spoilt[f"{name} in w, y"] = only(index.forward(x, bad_weight, None), column.expand(33, 64))
-        spoilt[f"{name} in w, dx"] = only(index.input_gradient(dy, bad_weight), active[alive].expand(33, 64))
+        spoilt[f"{name} in w, dx"] = only(index.input_gradient(dy, bad_weight), active[kept].expand(33, 64))
     return spoilt
 
 

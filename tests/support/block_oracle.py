@@ -32,7 +32,7 @@ def norms(matrix: np.ndarray, side: int) -> np.ndarray:
         )
 
 
-def alive_blocks(mask: np.ndarray, side: int) -> np.ndarray:
+def active_blocks(mask: np.ndarray, side: int) -> np.ndarray:
     found = [tile.any() for tile in tiles(mask, side)]
     assert found == [tile.all() for tile in tiles(mask, side)]
     return np.array(found, bool)
@@ -40,25 +40,25 @@ def alive_blocks(mask: np.ndarray, side: int) -> np.ndarray:
 
 def spread(blocks: np.ndarray, shape: tuple[int, int], side: int) -> np.ndarray:
     mask = np.zeros(shape, bool)
-    for tile, alive in zip(tiles(mask, side), blocks, strict=True):
-        tile[:] = alive
+    for tile, kept in zip(tiles(mask, side), blocks, strict=True):
+        tile[:] = kept
     return mask
 
 
-def prune(score: np.ndarray, alive: np.ndarray, shape: tuple[int, int], least: int, count: int) -> np.ndarray:
+def prune(score: np.ndarray, kept: np.ndarray, shape: tuple[int, int], least: int, count: int) -> np.ndarray:
     """Prune `count` blocks from the smallest up, fewer where each block row and column would keep less than `least`."""
-    alive, across = alive.copy(), shape[1]
-    pruned = np.zeros_like(alive)
+    kept, across = kept.copy(), shape[1]
+    pruned = np.zeros_like(kept)
     for block in np.argsort(oracle.keys(score), kind="stable"):
-        row, column = alive.reshape(shape)[block // across], alive.reshape(shape)[:, block % across]
-        if alive[block] and row.sum() > least and column.sum() > least and pruned.sum() < count:
-            alive[block], pruned[block] = False, True
+        row, column = kept.reshape(shape)[block // across], kept.reshape(shape)[:, block % across]
+        if kept[block] and row.sum() > least and column.sum() > least and pruned.sum() < count:
+            kept[block], pruned[block] = False, True
     return pruned
 
 
 def evolve(
     name: str,
-    alive: np.ndarray,
+    kept: np.ndarray,
     shape: tuple[int, int],
     prune_score: np.ndarray,
     grow_score: np.ndarray,
@@ -72,21 +72,21 @@ def evolve(
     regrow: bool,
 ) -> np.ndarray:
     """The blocks alive after a step."""
-    n, active = alive.size, int(alive.sum())
+    n, active = kept.size, int(kept.sum())
     if target == n:
         return np.ones(n, bool)
     if least:
-        target = max(target, active - int(prune(prune_score, alive, shape, least, n).sum()))
+        target = max(target, active - int(prune(prune_score, kept, shape, least, n).sum()))
         if target == n:
             return np.ones(n, bool)
     wanted = max(oracle.floor_share(zeta, active), active - target)
     if not regrow:
         wanted = min(wanted, n - target)
-    pruned = prune(prune_score, alive, shape, least, wanted) if least else oracle.smallest(prune_score, alive, wanted)
+    pruned = prune(prune_score, kept, shape, least, wanted) if least else oracle.smallest(prune_score, kept, wanted)
     n_grow = int(pruned.sum()) + target - active
     n_rand = oracle.floor_share(random_share, n_grow)
-    stays = alive & ~pruned
-    free = ~stays if regrow else ~alive
+    stays = kept & ~pruned
+    free = ~stays if regrow else ~kept
     by_score = oracle.largest(grow_score, free, n_grow - n_rand)
     by_random = oracle.at_random(n, free & ~by_score, n_rand, "grow", seed, step, name)
     return stays | by_score | by_random

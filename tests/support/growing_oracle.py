@@ -93,8 +93,8 @@ def evolve(
     n_grow = n_prune + target - active
     n_rand = n_grow if target == n else floor_share(random_share, n_grow)
     pruned = smallest(prune_score, mask, n_prune)
-    alive = mask & ~pruned
-    free = ~alive if regrow else ~mask
+    kept = mask & ~pruned
+    free = ~kept if regrow else ~mask
     by_score = largest(grow_score, free, n_grow - n_rand)
     by_random = at_random(n, free & ~by_score, n_rand, "grow", seed, step, name)
-    return Step(alive | by_score | by_random, pruned, by_score, by_random)
+    return Step(kept | by_score | by_random, pruned, by_score, by_random)

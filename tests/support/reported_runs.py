@@ -110,6 +110,6 @@ def pictures(resolved: dict[str, Any]):
             snapshots.Matrix(name, (width, width), width, 0.0, 0.02, 0.5 / width + 0.01 * i, 0.2)
             for i, name in enumerate(names)
         ]
-        alive = {n: (rng.random((48, 32)) >= point.sparsity).astype(float) for n in snapshots.pictured(names)}
-        weights = {n: cells * np.abs(rng.standard_normal(cells.shape)) * 0.05 for n, cells in alive.items()}
-        yield snapshots.Snapshot(step, point.phase, point.sparsity, 12 * width**2, matrices, weights, alive)
+        active = {n: (rng.random((48, 32)) >= point.sparsity).astype(float) for n in snapshots.pictured(names)}
+        weights = {n: cells * np.abs(rng.standard_normal(cells.shape)) * 0.05 for n, cells in active.items()}
+        yield snapshots.Snapshot(step, point.phase, point.sparsity, 12 * width**2, matrices, weights, active)

@@ -32,10 +32,10 @@ def row(one, loss: float, status: str = records.FINISHED, **more):
     """A run that has spent `one.flops` in all, a tenth of it in topology steps."""
     flops = one.flops
     counted = 0.9 * flops - UPDATE_FLOPS * one.experiment.model.weights * one.steps
-    told = {"val_loss": loss, "flops": counted, "flops_causal": counted - 0.1 * flops, "flops_dense": 2 * flops}
+    reported = {"val_loss": loss, "flops": counted, "flops_causal": counted - 0.1 * flops, "flops_dense": 2 * flops}
     versions = {"python": "3", "torch": "2", "deepspeed": "0"}
     same = {"corpus": "c", "commit": None, "versions": versions, "flops_topology": 0.1 * flops}
-    return {**records.about(one, status), "seconds": 20.0, "steps_run": one.steps, **told, **same, **more}
+    return {**records.about(one, status), "seconds": 20.0, "steps_run": one.steps, **reported, **same, **more}
 
 
 def everything(plan, losses):

@@ -45,7 +45,7 @@ def test_a_build_that_fails_half_way_leaves_nothing_behind(toy_kernel, monkeypat
     assert compiled.build("toy", toy_kernel, cache) == built, "found, not built again"
 
 
-def test_a_compiler_that_only_says_it_is_done_leaves_nothing_behind(toy_kernel, monkeypatch, tmp_path):
+def test_a_compiler_that_only_pretends_to_succeed_leaves_no_files(toy_kernel, monkeypatch, tmp_path):
     liar = tmp_path / "liar"
     liar.write_text('#!/bin/sh\nfor a; do [ "$previous" = -o ] && echo half > "$a"; previous=$a; done\nexit 0\n')
     liar.chmod(0o755)
@@ -134,7 +134,7 @@ def test_processes_that_start_together_compile_once(tmp_path):
     assert [child.exitcode for child in children] == [0, 0, 0] and log.read_text() == "compiled\n"
 
 
-def test_a_process_that_waits_for_anothers_build_says_so(tmp_path, caplog):
+def test_waiting_for_another_process_to_build_is_logged(tmp_path, caplog):
     path = tmp_path / "build.lock"
     with open(path, "w") as held:
         fcntl.flock(held, fcntl.LOCK_EX)

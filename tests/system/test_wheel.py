@@ -13,6 +13,8 @@ import pytest
 import mst_scale
 from tests.support import tiny_run
 
+pytestmark = pytest.mark.full
+
 ROOT = tiny_run.ROOT
 SOURCES = ("setup.py", "pyproject.toml", "README.md", "LICENSE", "mst_scale", "benchmarks", "ds_configs", "launchers")
 OF_THE_CLONE = {"demo.sh", "environment.sh", "figures.sh", "test.sh", "test_packages.sh"}  # launchers that need it
@@ -80,7 +82,7 @@ def test_what_is_in_it(wheel):
     package = {path for path in (ROOT / "mst_scale").rglob("*") if path.is_file() and "__pycache__" not in path.parts}
     package -= set((ROOT / "mst_scale" / "benchmarks").iterdir())
     studies = [*ROOT.glob("benchmarks/studies/*.py"), *ROOT.glob("benchmarks/studies/*.json")]
-    beside = [
+    shipped = [
         *ROOT.glob("benchmarks/*.py"),
         *ROOT.glob("benchmarks/gpu_parts/*.py"),
         *studies,
@@ -88,7 +90,7 @@ def test_what_is_in_it(wheel):
         *ROOT.glob("launchers/*.sh"),
     ]
     wanted = {str(path.relative_to(ROOT)) for path in package}
-    wanted |= {f"mst_scale/{path.relative_to(ROOT)}" for path in beside if path.name not in OF_THE_CLONE}
+    wanted |= {f"mst_scale/{path.relative_to(ROOT)}" for path in shipped if path.name not in OF_THE_CLONE}
     with zipfile.ZipFile(wheel) as archive:
         held = {name for name in archive.namelist() if ".dist-info/" not in name}
         (entry_points,) = (archive.read(name) for name in archive.namelist() if name.endswith("/entry_points.txt"))
@@ -144,7 +146,7 @@ def test_its_benchmarks_measure_and_keep_what_they_tune_in_the_users_cache(insta
     assert sorted(installed.site.rglob("*")) == before, "nothing is written where it is installed"
 
 
-def test_it_pretrains_a_ready_config_with_kernels_of_its_own(installed):
+def test_it_pretrains_a_ready_made_config_with_custom_kernels(installed):
     before = sorted(installed.site.rglob("*"))
     tiny_run.corpus(installed.cwd / "corpus", vocab=257)
     settings = ["mst.compute.backend=cpu", "training.eval_sequences=8", "training.log_every=1"]

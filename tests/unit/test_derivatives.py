@@ -29,6 +29,7 @@ from mst_scale.methods.baselines.n_of_m import kept_both_ways, kept_of, soft_thr
 from mst_scale.methods.baselines.top_kast import largest
 from mst_scale.models.cross_entropy import cross_entropy
 from mst_scale.sparse_linear import Product, SparseLayers, cpu, semi_structured
+from mst_scale.sparse_linear.compact import CompactIndex, compact_cross_entropy, compact_linear
 from mst_scale.sparse_linear.narrow import NarrowIndex
 from mst_scale.tensor_parallel import copied, summed
 from tests.support.triton_interpreter import interpret
@@ -99,10 +100,22 @@ def with_extra_gradients(w: Tensor) -> Tensor:
 
 
 HEAD = sparse(cpu.CompiledIndex(ACTIVE))
+COMPACT_HEAD = CompactIndex.from_mask(ACTIVE, ACTIVE.shape, backend="cpu")
 
 
 def head(x: Tensor, w: Tensor) -> Tensor:
     loss = HEAD.loss(x, w, TARGETS)
+    assert loss is not None
+    return loss
+
+
+def compact(backend: str) -> Layer:
+    index = CompactIndex.from_mask(ACTIVE, ACTIVE.shape, backend=backend)
+    return lambda x, w: compact_linear(x, w[ACTIVE], index)
+
+
+def compact_head(x: Tensor, w: Tensor) -> Tensor:
+    loss = compact_cross_entropy(x, w[ACTIVE], TARGETS, COMPACT_HEAD)
     assert loss is not None
     return loss
 
@@ -135,8 +148,14 @@ CASES = {
     ),
     "narrow": Case("sparse_linear/narrow:_Kept", sparse(NarrowIndex(WHOLE)), masked(WHOLE), X, W, BACKEND),
     "narrow, placed": Case("sparse_linear/narrow:_Placed", sparse(NarrowIndex(WHOLE)), masked(WHOLE), X, W, BACKEND),
+    "compact": Case("sparse_linear/compact:_Expanded", compact("dense"), masked(ACTIVE), X, W, BACKEND),
+    "compact, compiled": Case("sparse_linear/derivatives:ValuesLinear", compact("cpu"), masked(ACTIVE), X, W, BACKEND),
     "sparse head": Case(
-        "sparse_linear/cpu:_CrossEntropy", head, lambda x, w: plain_loss(x, w * ACTIVE), X, W, BACKEND, second=False
+        "sparse_linear/derivatives:_Gather", head, lambda x, w: plain_loss(x, w * ACTIVE), X, W, BACKEND, second=False
+    ),
+    "compact head": Case(
+        "sparse_linear/head:_CrossEntropy", compact_head, lambda x, w: plain_loss(x, w * ACTIVE), X, W, BACKEND,
+        second=False,
     ),
     "cross-entropy": Case(
         "models/cross_entropy:_CrossEntropy", lambda x, w: cross_entropy(F.linear(x, w), TARGETS), plain_loss, X, W,
@@ -211,7 +230,7 @@ def test_every_hand_written_gradient_has_a_case():
     assert written == {case.covers for case in CASES.values()} | elsewhere
 
 
-def assert_refused(case: Case, what: Callable[[], Any]) -> None:
+def assert_rejected(case: Case, what: Callable[[], Any]) -> None:
     with pytest.raises(UserError) as caught:
         what()
     assert case.fix in str(caught.value) and len(str(caught.value).splitlines()) == 1
@@ -231,7 +250,7 @@ def derivatives(layer: Layer, case: Case, added: Callable[[Tensor], Tensor] = to
 @each
 def test_second_derivatives(case: Case):
     if not case.second:
-        assert_refused(case, lambda: derivatives(case.ours, case))
+        assert_rejected(case, lambda: derivatives(case.ours, case))
         return
     found, expected = derivatives(case.ours, case), derivatives(case.plain, case, case.added)
     for ours, plain in zip(found, expected, strict=True):
@@ -264,7 +283,7 @@ TRANSFORMS: dict[str, Callable[[Layer, Case], Tensor]] = {
 @each
 def test_transforms(case: Case, transform: Callable[[Layer, Case], Tensor]):
     if not case.transforms:
-        assert_refused(case, lambda: transform(case.ours, case))
+        assert_rejected(case, lambda: transform(case.ours, case))
         return
     torch.testing.assert_close(transform(case.ours, case), transform(case.plain, case))
 
@@ -293,7 +312,7 @@ def test_compiled(name: str):
         torch.testing.assert_close(compiled, eager, rtol=1e-12, atol=1e-12)
 
 
-def test_a_whole_graph_of_a_sparse_layer_is_refused_with_what_to_do():
+def test_fullgraph_with_a_sparse_layer_is_rejected_with_the_fix():
     torch._dynamo.reset()
     compiled = torch.compile(CASES["compiled"].ours, backend="eager", fullgraph=True)
     with pytest.raises(torch._dynamo.exc.Unsupported, match=BACKEND):

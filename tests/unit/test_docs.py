@@ -1,14 +1,17 @@
 """Pages link to files that exist and keep to the glossary, the site shows every page, modules state what they do."""
 
 import ast
+import io
 import re
 import sys
+import tokenize
 from pathlib import Path
 
 import pytest
 
 import mst_scale
 from mst_scale import _deprecated
+from tests.unit import test_docstrings
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -59,10 +62,12 @@ REVISED = [
     )
     if page not in GENERATED
 ]
-# What these pages say instead: fix, baseline, integration, FLOP multiplier, active, revive, reject, per, again.
+# What pages and sources say instead: fix, baseline, integration, FLOP multiplier, active, revive, reject, per, again.
 AVOIDED = re.compile(
     r"\b(?:mend(?:s|ed|ing)?|cures?|rivals?|doors?|worth|whence|told|anew|alive|living|woken|refus(?:es?|ed|als?)"
-    r"|beside|born|sceptics?|sceptical|unclassified|newest whole"
+    r"|beside|born|sceptics?|sceptical|unclassified|newest whole|in vain|signs? of life|without a word|nobody"
+    r"|somebody|(?<!there )is no (?:folder|file|run|config|model|number|integer|sparsity|multiple)|(?:goes|go) on"
+    r"|multipl(?:y|ies|ied) with"
     r"|(?:one|program|loop|batch|sequence|checkpoint)s? of (?:your|one's) own"
     r"|(?:tokens?|bytes?|bits?|FLOPs|steps|numbers?|ms|seconds|[GMK]i?B|Gb/s) an? "
     r"(?:parameter|rank|GPU|token|step|weight|node|second|layer|element|sequence|run|process|head|channel|file|page))\b",
@@ -93,6 +98,26 @@ def test_avoided_words_are_found(text: str):
 )
 def test_names_in_code_and_ordinary_words_are_not(text: str):
     assert not AVOIDED.search(prose(text))
+
+
+def written(path: Path) -> str:
+    """The comments, docstrings and messages of a source file; single words in quotes are values, not prose."""
+    source = path.read_text()
+    comments = (t.string for t in tokenize.generate_tokens(io.StringIO(source).readline) if t.type == tokenize.COMMENT)
+    strings = (node.value for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Constant))
+    sentences = (text for text in strings if isinstance(text, str) and " " in text)
+    return re.sub(r"\"\w+\"", " ", "\n".join([*comments, *sentences]))
+
+
+@pytest.mark.parametrize("path", test_docstrings.FILES, ids=lambda path: str(path.relative_to(test_docstrings.ROOT)))
+def test_a_source_file_keeps_to_the_glossary(path: Path):
+    assert AVOIDED.findall(prose(written(path))) == []
+
+
+def test_comments_docstrings_and_messages_are_read(tmp_path: Path):
+    path = tmp_path / "module.py"
+    path.write_text('"""No cure."""\nx = f"the rival {1} is here"  # woken\ny = "alive", "is \\"alive\\" `born`"\n')
+    assert AVOIDED.findall(prose(written(path))) == ["woken", "cure", "rival"]
 
 
 def test_the_navigation_of_the_site_names_every_page():

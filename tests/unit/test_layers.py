@@ -63,6 +63,58 @@ def test_the_rule_sees_an_upward_import(tmp_path: Path):
     assert imported_units(bad) == {"engine", "cli", "models"}
 
 
+def executed_imports(path: Path) -> set[str]:
+    """Return the modules of mst_scale that are imported when this file is, not those that a function imports later."""
+    found, todo = set(), list(ast.parse(path.read_text()).body)
+    while todo:
+        node = todo.pop()
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "mst_scale":
+            found |= {f"{node.module}.{alias.name}" for alias in node.names} | {str(node.module)}
+        elif isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names if alias.name.split(".")[0] == "mst_scale"}
+        elif isinstance(node, ast.If):
+            todo += node.orelse if ast.unparse(node.test) == "TYPE_CHECKING" else [*node.body, *node.orelse]
+        elif isinstance(node, ast.ClassDef | ast.Try | ast.With):
+            todo += node.body
+    return found
+
+
+def module_of(path: Path) -> str:
+    return ".".join(("mst_scale", *path.relative_to(ROOT).with_suffix("").parts)).removesuffix(".__init__")
+
+
+def levels(imports: dict[str, set[str]]) -> dict[str, int]:
+    """Return one more than the highest level that each node imports; a circle is an error."""
+    found: dict[str, int] = {}
+
+    def level(node: str, path: tuple[str, ...]) -> int:
+        assert node not in path, f"circle of imports: {' -> '.join((*path, node))}"
+        if node not in found:
+            found[node] = 1 + max((level(other, (*path, node)) for other in imports[node]), default=0)
+        return found[node]
+
+    for node in imports:
+        level(node, ())
+    return found
+
+
+def test_packages_have_at_most_ten_levels():
+    imports: dict[str, set[str]] = {unit: set() for unit in ORDER}
+    for path in FILES:
+        if unit_of(path) in ORDER:
+            imports[unit_of(path)] |= {name.split(".")[1] for name in executed_imports(path) if "." in name}
+    known = {unit: (others - {unit}) & {*ORDER} for unit, others in imports.items()}
+    assert max(levels(known).values()) <= 10, levels(known)
+
+
+def test_files_do_not_import_in_circles():
+    modules = {module_of(path): executed_imports(path) for path in FILES}
+    levels({name: {other for other in others if other in modules and other != name and not name.startswith(f"{other}.")}
+            for name, others in modules.items()})  # fmt: skip
+    with pytest.raises(AssertionError, match="circle"):
+        levels({"a": {"b"}, "b": {"a"}})
+
+
 def test_only_one_package_reads_deepspeeds_internals():
     public = (
         "deepspeed",

@@ -244,11 +244,11 @@ def test_phases_of_each_pattern(pattern: str, phases: list[str]):
         ({"update_decay": -0.1}, "mst.topology.update_decay"),
         ({"stages": 0}, "mst.sparsity.stages"),
         ({"interval": 0}, "mst.topology.interval"),
-        ({"variation": "acdc", "turn": 0}, "turn > 0"),
+        ({"variation": "acdc", "turn": 0}, "turn must be above 0"),
         ({"warmup": 400}, "do not fit in 300 steps"),
     ],
 )
-def test_what_cannot_be_meant_is_refused(changes: dict, message: str):
+def test_invalid_values_are_rejected(changes: dict, message: str):
     with pytest.raises(ValueError, match=message):
         resolved(300, **changes)
 
@@ -275,7 +275,7 @@ def test_first_steps_of_phases():
 
 
 def test_steps_and_runs_start_at_zero_and_one():
-    with pytest.raises(ValueError, match="before the run"):
+    with pytest.raises(ValueError, match="step -1 is negative"):
         PAPER.at(-1)
     with pytest.raises(ValueError, match="at least 1"):
         resolved(0)

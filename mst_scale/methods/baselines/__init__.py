@@ -1,8 +1,8 @@
-"""Baselines that come with code. Each file has the preset, citation and options of its methods, in `METHODS`.
+"""Baselines with their own code. The `METHODS` of each file have the preset, citation and options of its methods.
 
-powerprop, spartan, top_kast, n_of_m  the stored weights, transformed or with only the largest of them
-monarch, pixelfly                     structured factors in place of a matrix
-larger_models                         the weights of a smaller run, stacked or mapped (stack, ligo)
+powerprop, spartan, top_kast, n_of_m  transform the stored weights, or select the largest ones
+monarch, pixelfly                     replace a matrix by structured factors
+larger_models                         stack the layers of a smaller run, or map its weights (stack, ligo)
 """
 
 BASELINES = {

@@ -1,24 +1,25 @@
-"""G_stack and LiGO: training of a large model that begins with the weights of a smaller one.
+"""Implements G_stack and LiGO, which train a large model from the weights of a smaller one.
 
 G_stack stacks the layers of a shallow model g times; layer l of L is layer l mod L/g. Embeddings, the last norm and the
-head are copied, and the widths are those of the small model. The optimizer and the learning rate schedule start over.
-The paper finds g = 4 good, with a small model that has seen little (about 10 billion tokens for 300 of the large one).
+head are copied, and the widths are those of the small model. The optimizer and the learning-rate schedule restart. The
+paper recommends g = 4 and a briefly trained small model (about 10 billion tokens for 300 billion of the large one).
 
-LiGO makes the large weights a linear function of the small ones, which is itself trained for a few steps. Widths grow
-by matrices B (larger × smaller), depth by matrices D (layers × layers), one D for each kind of part:
+In LiGO, the large weights are a linear function of the small ones, which is trained for a few steps. Widths grow by
+matrices B (larger × smaller) and depth by matrices D (layers × layers), with one D for each kind of weight:
 
     W_l  ←  Σ_k D_lk · B_out W_k A_inᵀ,   A = B / c
 
-There is one B for the residual stream (embeddings, norms, what blocks read and add), one each for q, k and v, and one
-for the MLP's hidden units; the side that reads v or the hidden units takes the same B as the side that computes them.
-Biases and norms take B_out and the D of their part. Initially B is the identity with copies of its rows below, D stacks
-(layer l from layer l mod L), and c counts the copies of each unit, so that every copy is read in part. The model then
-computes what the small one computes, stacked: exactly if n_embd is a multiple of the smaller one (norms see the same
-mean and variance), approximately otherwise. With a tied head the last norm is divided by c in place of the head.
+There is one B for the residual stream (embeddings, norms, inputs and outputs of blocks), one each for q, k and v, and
+one for the MLP's hidden units; the side that reads v or the hidden units uses the same B as the side that computes
+them. Biases and norms use B_out and the D of their layer. Initially B is the identity with copies of its rows below, D
+stacks layers (layer l from layer l mod L), and c counts the copies of each unit, so that the contributions of all
+copies add up to that of the unit. The large model then computes the same as the stacked small one: exactly if n_embd is
+a multiple of the smaller one (norms see the same mean and variance), approximately otherwise. With a tied head, the
+last norm is divided by c instead of the head.
 
-Heads keep their width; there are more of them. Copied rows get some `noise`, since identical rows would have identical
-gradients forever. `steps` steps of Adam train all B and D on the loss of the larger model, with a rate that falls to 0.
-The paper does not divide by c. Its code fixes the identity and trains what is below it, which begins at random.
+Heads keep their width, and their number grows. Copied rows get some `noise`, since identical rows would always have
+identical gradients. `steps` steps of Adam train all B and D on the loss of the larger model, with a rate that decays to
+0. The paper does not divide by c. Its code keeps the identity fixed and trains the rows below it from random values.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ BLOCK = "blocks."
 
 
 def _parts_of_blocks(weights: Mapping[str, Tensor]) -> list[str]:
-    """The names of a block's weights, without the name of the block."""
+    """Return the names of a block's weights, without the name of the block."""
     first = f"{BLOCK}0."
     return [name.removeprefix(first) for name in weights if name.startswith(first)]
 
@@ -131,7 +132,7 @@ class Operators:
         return [*self.width.values(), *self.depth.values()]
 
     def reads(self, name: str) -> Tensor:
-        """Return A = B / c of this width, which inputs are multiplied with."""
+        """Return A = B / c of this width, by which inputs are multiplied."""
         return self.width[name] / self.copies[name]
 
     def grown(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -144,12 +145,12 @@ class Operators:
         return grown
 
     def _outside(self, name: str, weight: Tensor) -> Tensor:
-        """Embeddings, the last norm, and a head that is not tied."""
+        """Grow an embedding, the last norm, or a head that is not tied."""
         reads = name.startswith("lm_head") or (name.startswith("ln_f") and self.tied_head)
         return weight @ (self.reads(STREAM) if reads else self.width[STREAM]).t()
 
     def _in_blocks(self, part: str, small: list[Tensor]) -> Tensor:
-        """(layers, …): a part of all blocks of the larger model, from that part of all blocks of the smaller one."""
+        """Grow one weight of all blocks; return (layers of the larger model, …)."""
         import torch
 
         module, stacked = part.rpartition(".")[0], torch.stack(small)
@@ -159,7 +160,7 @@ class Operators:
         return torch.cat([self._of(name, third) for name, third in zip(QKV, thirds, strict=True)], dim=1)
 
     def _of(self, name: str, small: Tensor) -> Tensor:
-        """(layers, outputs) for a norm or a bias, (layers, outputs, inputs) for a matrix."""
+        """Grow (layers, outputs) of a norm or a bias, or (layers, outputs, inputs) of a matrix."""
         import torch
 
         outputs, inputs = SIDES.get(name, (STREAM, STREAM))
@@ -175,7 +176,7 @@ def widths(small: Shape, large: Shape) -> dict[str, tuple[int, int]]:
 
 
 class LiGO(Growth):
-    """Grows widths and depth by a linear map, which is trained first."""
+    """Grows width and depth by a trained linear map."""
 
     def __init__(self, options: Options):
         self.steps, self.rate, self.noise = options.steps, options.rate, options.noise
@@ -226,7 +227,7 @@ class LiGO(Growth):
 
 
 def _product_flops(rows: int, inner: int, columns: int) -> float:
-    """FLOPs of a matrix product, counted as in costs.flops."""
+    """Return the FLOPs of a matrix product, counted as in `flops.formulas`."""
     return float(rows * (2 * inner - 1) * columns)
 
 

@@ -1,13 +1,13 @@
-"""Monarch: products of two block-diagonal matrices for most of the run, then dense weights (reverse sparsification).
+"""Implements Monarch: products of two block-diagonal matrices for most of the run, then dense weights.
 
 An O × I weight is divided into b × b pieces of O/b × I/b, each of rank r: W_kj = L_kj·R_kj. All R_kj of one j read the
 same inputs and all L_kj of one k write the same outputs, so x Wᵀ is two batched products, with b blocks of b·r × I/b
-and of O/b × b·r, and a transposition between them. r = min(O, I)/b² as in the authors' code: b = 4 leaves half the
-weights of a square matrix.
+and of O/b × b·r, and a transposition between them. As in the authors' code, r = min(O, I)/b²: with b = 4, a square
+matrix keeps half of its weights.
 
-The best Monarch matrix for a given weight takes the first r singular pairs of each piece; a run begins with that of its
-initial weights. The factors are stored at the beginning of the dense parameter, whose rest stays 0. When the schedule
-becomes dense, their product replaces them.
+The best Monarch approximation of a weight has the first r singular pairs of each piece; a run starts with that of its
+initial weights. The factors are stored at the beginning of the dense parameter, whose remaining entries stay 0. When
+the schedule becomes dense, their product replaces them (reverse sparsification).
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Options:
 
 
 class Monarch(WeightFunction):
-    """Multiplies with the two factors of a Monarch matrix."""
+    """Multiplies by the two factors of a Monarch matrix."""
 
     sparsity = 0.5  # nominal: the density depends on the shape
 

@@ -1,14 +1,14 @@
-"""SR-STE and S-STE: of every M consecutive inputs of an output, N weights are multiplied with.
+"""Implements SR-STE and S-STE, which use N of every M consecutive inputs of an output.
 
-SR-STE keeps the N largest |w|. The gradient reaches all weights as if all had been used (straight through), and the
-unused ones get λw on top, which pulls them to 0 so that the choice settles. With `transposable` the choice holds along
-outputs too, so that the product with the gradient of the output is N:M as well (Hubara et al. 2021, arXiv 2102.08124):
-of all 4 × 4 masks with two weights in every row and column, the one of largest sum.
+SR-STE keeps the N largest |w|. The gradient is passed to all weights (straight-through estimator), and λw is added for
+the unused ones, which pulls them to 0 so that the selection stabilizes. With `transposable`, N of M weights are kept
+along outputs too, so that the product with the gradient of the output is also N:M (Hubara et al. 2021,
+arXiv 2102.08124): of all 4 × 4 masks with two weights in every row and column, the one with the largest sum is used.
 
-S-STE is a continuous projection: the N largest stay, each reduced by the (M−N)-th smallest |w| of its group, so that
-nothing jumps when two weights change places. The result is multiplied by β, the factor that brings it closest to the
-initial weights; β is measured once. The gradient passes unchanged to all weights. The paper also prunes the gradient of
-the activations at random (MVUE) and computes in FP8; neither is done here.
+S-STE is a continuous projection: the N largest weights stay, each reduced by the (M−N)-th smallest |w| of its group, so
+that the result is continuous when two weights change places. It is multiplied by β, the factor that brings it closest
+to the initial weights, which is computed once. The gradient is passed unchanged to all weights. The paper also prunes
+the gradient of the activations at random (MVUE) and computes in FP8, which is not implemented here.
 
 When the schedule becomes dense, training continues with the stored weights, as in Hu et al. 2024 (arXiv 2404.01847).
 """
@@ -29,7 +29,7 @@ from mst_scale.validation import MILLION, Field, StrictBool, StrictFloat, Strict
 
 @block("mst.options")
 class NOfM:
-    """Options of every method that keeps n of m."""
+    """Options of all methods that keep n of m weights."""
 
     n: StrictInt = Field(2, le=MILLION, description="n: weights kept of every m.")
     m: StrictInt = Field(4, le=MILLION, description="m: consecutive weights of which n are kept.")
@@ -44,7 +44,7 @@ class NOfM:
 
     def _need_two_of_four(self, option: str, given: bool) -> None:
         if given and (self.n, self.m) != (2, 4):
-            raise UserError(f"mst.options.{option} exists for n = 2, m = 4 only, not for {self.n} of {self.m}")
+            raise UserError(f"mst.options.{option} requires n = 2 and m = 4, not {self.n} of {self.m}")
 
 
 @block("mst.options")
@@ -64,7 +64,7 @@ class Options(NOfM):
 
 
 class NOfMFunction(WeightFunction):
-    """Keeps n of m weights, and continues with the stored ones when the schedule becomes dense."""
+    """Keeps n of m weights, and continues with all stored weights when the schedule becomes dense."""
 
     both_ways = False
     """Whether n of m weights are kept along outputs too."""
@@ -106,14 +106,14 @@ def kept_of(matrix: Tensor, n: int, m: int) -> Tensor:
 
 @cache
 def _squares() -> Tensor:
-    """All 90 masks of 4 × 4 with two in every row and column."""
+    """Return all 90 masks of 4 × 4 with two weights in every row and column."""
     rows = torch.tensor([row for row in itertools.product((0, 1), repeat=4) if sum(row) == 2])
     masks = torch.stack([rows[list(four)] for four in itertools.product(range(len(rows)), repeat=4)])
     return masks[(masks.sum(1) == 2).all(1)].bool()
 
 
 def kept_both_ways(matrix: Tensor) -> Tensor:
-    """Return a bool mask of two of four along rows and columns, the one of largest sum in every 4 × 4 square."""
+    """Return a bool mask of two of four along rows and columns, with the largest sum in every 4 × 4 square."""
     rows, columns = matrix.shape
     squares = matrix.detach().abs().float().view(rows // 4, 4, columns // 4, 4).transpose(1, 2)
     masks = _squares().to(matrix.device)
@@ -134,7 +134,7 @@ class Masked(torch.autograd.Function):
 
 
 class SRSTE(NOfMFunction):
-    """Multiplies with the largest n of m weights and pulls the others to 0."""
+    """Multiplies by the largest n of m weights and pulls the others to 0."""
 
     def __init__(self, options: Options):
         super().__init__(options)
@@ -175,7 +175,7 @@ class Projected(torch.autograd.Function):
 
 
 class SSTE(NOfMFunction):
-    """Multiplies with a continuous projection onto n of m weights."""
+    """Multiplies by a continuous projection onto n of m weights."""
 
     def begin(self, weight: Tensor) -> tuple[Tensor, float]:
         soft = soft_threshold(weight, self.of.n, self.of.m).double()

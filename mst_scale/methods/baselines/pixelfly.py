@@ -1,13 +1,13 @@
-"""Pixelated Butterfly: a fixed pattern of blocks (flat butterfly) plus a low-rank term.
+"""Implements Pixelated Butterfly: a fixed pattern of blocks (flat butterfly) plus a low-rank term.
 
-Of n × n blocks, those at (i, i) and (i, i ⊕ 2^l), l = 0, 1, …, are kept: all strides of a butterfly at once, as sums
-instead of its products. For a matrix with more blocks one way the pattern is stretched. The low-rank term U·Vᵀ has a
-rank that makes it a quarter of all weights, as the paper recommends. A run begins with the blocks of its initial
-weights and the best low-rank approximation of the rest.
+Of n × n blocks, those at (i, i) and (i, i ⊕ 2^l), l = 0, 1, …, are kept: the sum of all strides of a butterfly instead
+of their product. For a matrix that is not square, the pattern is stretched. The rank of the low-rank term U·Vᵀ is such
+that it has a quarter of all weights, as the paper recommends. A run starts with the blocks of its initial weights and
+the best low-rank approximation of the rest.
 
-Blocks, U and V are stored at the beginning of the dense parameter, whose rest stays 0. The paper trains like this to
-the end; the preset becomes dense for the last tenth (reverse sparsification). `mst.sparsity.variation` = "sparse" gives
-the paper's schedule. The paper's sparse attention is not included.
+Blocks, U and V are stored at the beginning of the dense parameter, whose remaining entries stay 0. The paper trains
+like this to the end; the preset becomes dense for the last tenth of the run (reverse sparsification).
+`mst.sparsity.variation` = "sparse" gives the paper's schedule. The paper's sparse attention is not included.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from mst_scale.validation import MILLION, Field, StrictInt, block
 if TYPE_CHECKING:  # its FLOPs are counted without torch
     from torch import Tensor, dtype
 
-LOW_RANK = 1 / 3  # of the blocks' weights: a quarter of all weights
-DENSE_STRIDES = 2  # with at most two strides, a group of block rows has three of its four possible blocks
-SMALLEST, FEWEST = 4, 8  # least side of a block, and least number of blocks along the shorter side of a matrix
+LOW_RANK = 1 / 3  # weights of the low-rank term relative to those of the blocks: a quarter of all weights
+DENSE_STRIDES = 2  # with at most two strides, a group of block rows has at least three of its four possible blocks
+SMALLEST, FEWEST = 4, 8  # smallest side of a block, and fewest blocks along the shorter side of a matrix
 
 
 @block("mst.options")
@@ -58,7 +58,7 @@ def pattern(down: int, across: int, strides: int) -> tuple[tuple[int, int], ...]
 
 
 class Pixelfly(WeightFunction):
-    """Multiplies with blocks and a low-rank term."""
+    """Multiplies by blocks and a low-rank term."""
 
     sparsity = 0.5  # nominal: the density depends on the shape
 
@@ -79,8 +79,8 @@ class Pixelfly(WeightFunction):
 
     def rank(self, shape: tuple[int, ...]) -> int:
         """Return the rank of the low-rank term."""
-        held = len(self.places(shape)) * self.side(shape) ** 2
-        return max(1, round(LOW_RANK * held / (shape[0] + shape[1])))
+        in_blocks = len(self.places(shape)) * self.side(shape) ** 2
+        return max(1, round(LOW_RANK * in_blocks / (shape[0] + shape[1])))
 
     def unsupported_reason(self, shape: tuple[int, ...], device: str, dtype: dtype) -> str | None:
         if self.side(shape) < SMALLEST or self.density(shape, 1.0) >= 1:
@@ -100,7 +100,7 @@ class Pixelfly(WeightFunction):
         return blocks.view(many, side, side), u.view(outputs, rank), v.view(inputs, rank)
 
     def _grid(self, weight: Tensor) -> Tensor:
-        """A view as (block row, block column, side, side)."""
+        """Return a view as (block row, block column, side, side)."""
         outputs, inputs = weight.shape
         side = self.side((outputs, inputs))
         return weight.view(outputs // side, side, inputs // side, side).transpose(1, 2)
@@ -149,7 +149,7 @@ class Pixelfly(WeightFunction):
         return n >> strides if whole and strides <= DENSE_STRIDES else 0
 
     def _in_groups(self, x: Tensor, blocks: Tensor, shape: tuple[int, int]) -> Tensor:
-        """The product with each group as one matrix, in which the few missing blocks are zeros."""
+        """Multiply by each group as one dense matrix, in which the few missing blocks are zeros."""
         import torch
 
         groups, side = self.groups(shape), self.side(shape)
@@ -162,7 +162,7 @@ class Pixelfly(WeightFunction):
         return torch.bmm(read, wide.transpose(1, 2)).transpose(0, 1).reshape(-1, shape[0])
 
     def _one_by_one(self, x: Tensor, blocks: Tensor, shape: tuple[int, int]) -> Tensor:
-        """The product block by block."""
+        """Multiply block by block."""
         import torch
 
         side = self.side(shape)
@@ -173,8 +173,8 @@ class Pixelfly(WeightFunction):
         return sums.transpose(0, 1).reshape(-1, shape[0])
 
     def density(self, shape: tuple[int, ...], kept: float) -> float:
-        held = len(self.places(shape)) * self.side(shape) ** 2 + self.rank(shape) * (shape[0] + shape[1])
-        return held / (shape[0] * shape[1])
+        stored = len(self.places(shape)) * self.side(shape) ** 2 + self.rank(shape) * (shape[0] + shape[1])
+        return stored / (shape[0] * shape[1])
 
     gradient_density = density
 

@@ -1,7 +1,7 @@
-"""Powerpropagation: a weight is θ·|θ|^(α−1), so that small weights move little and large ones much.
+"""Implements Powerpropagation: a weight is θ·|θ|^(α−1), so that updates of small weights are small.
 
-The parameter stores θ. Its gradient is the weight's gradient times α·|θ|^(α−1), but at least α·`floor` times: in the
-paper a weight that is exactly 0 stays 0, and nothing could grow. |w| and |θ| have the same order, so the masks of any
+The parameter stores θ. Its gradient is the weight's gradient times α·|θ|^(α−1), but at least times α·`floor`: in the
+paper a weight that is exactly 0 stays 0, so no weight could grow. |w| and |θ| have the same order, so the masks of any
 policy can be applied: set `mst.sparsity` and `mst.topology` as for that policy. When the schedule becomes dense,
 training continues with the weights themselves.
 """
@@ -27,7 +27,7 @@ class Options:
 
 
 class Power(WeightFunction):
-    """w = θ·|θ|^(α−1)."""
+    """The weight function w = θ·|θ|^(α−1)."""
 
     variations = VARIATIONS
     elementwise = True

@@ -1,11 +1,11 @@
-"""Spartan: a soft choice of the largest weights, with a hard choice on top in the forward pass.
+"""Implements Spartan: a soft top-k mask, of which the forward pass uses the k largest weights.
 
 The soft mask m in [0, 1] with Σm = k solves an optimal transport problem with an entropy term: m = sigmoid(β(|θ|/s −
-μ)), where μ makes the sum right. The forward pass multiplies with only the k largest of m·θ; the gradient ignores the
-hard choice and differentiates the soft one. k falls along a cubic, as in the paper.
+μ)), where μ is chosen to satisfy the sum. The forward pass multiplies by the k largest m·θ only; the gradient ignores
+this selection and differentiates the soft mask. k decreases along a cubic, as in the paper.
 
-Choices: all costs are equal; s is the mean |θ| of the matrix, so that one β fits all layers; β is constant, while in
-the paper it rises during the first fifth of training.
+Our choices: all costs are equal; s is the mean |θ| of the matrix, so that one β fits all layers; β is constant, while
+in the paper it rises during the first fifth of training.
 """
 
 from typing import Any
@@ -41,7 +41,7 @@ def soft_mask(values: Tensor, kept: int, sharpness: float) -> Tensor:
 
 
 class SoftlyMasked(torch.autograd.Function):
-    """θ·m(|θ|), of which the forward pass keeps the largest."""
+    """Computes θ·m(|θ|), of which the forward pass keeps the largest."""
 
     @staticmethod
     def forward(ctx: Any, stored: Tensor, kept: int, sharpness: float) -> Tensor:
@@ -50,7 +50,7 @@ class SoftlyMasked(torch.autograd.Function):
         ctx.save_for_backward(stored, mask)
         ctx.sharpness, ctx.size = sharpness, size
         soft = stored.double() * mask
-        # θ·m(|θ|) grows with |θ|, so the largest |θ| are its largest; m itself has other last bits on another CPU
+        # θ·m(|θ|) increases with |θ|, so the largest |θ| are selected; the last bits of m depend on the CPU
         return (soft * largest(stored, kept)).to(stored.dtype)
 
     @staticmethod
@@ -59,7 +59,7 @@ class SoftlyMasked(torch.autograd.Function):
         stored, mask = ctx.saved_tensors
         theta, gradient = stored.double(), gradients[0].double()
         slope = mask * (1 - mask)
-        through = gradient * theta * slope  # of Σ g·θ·m by each value, before μ moves with all of them
+        through = gradient * theta * slope  # derivative of Σ g·θ·m by each value at constant μ
         by_value = ctx.sharpness * (through - slope * through.sum() / slope.sum().clamp(min=1e-30))
         back = by_value / ctx.size
         by_size = -(by_value * theta.abs()).sum() / ctx.size**2
@@ -68,7 +68,7 @@ class SoftlyMasked(torch.autograd.Function):
 
 
 class Spartan(WeightFunction):
-    """Multiplies with the largest of the softly masked weights."""
+    """Multiplies by the largest of the softly masked weights."""
 
     variations = tuple(name for name in VARIATIONS if name != "dense")
 

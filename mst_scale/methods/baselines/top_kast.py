@@ -1,12 +1,12 @@
-"""Top-KAST: the forward pass uses the largest weights, and the backward pass reaches those and some more.
+"""Implements Top-KAST: the forward pass uses the largest weights, and the backward pass updates those and some more.
 
-A is the set of the D·n largest |θ| of a matrix with n weights, and B the (D + M)·n largest: D is the density that
-`mst.sparsity` sets, M the option `extra`. The layer multiplies with θ on A, and the gradient reaches θ on B. The
-exploration term of the paper's loss is part of the gradient: λθ on A and λθ/D on B∖A, which pulls back weights that are
-tried but not used. Outside B the gradient is 0, but the optimizer's moments decay there, and its weight decay applies
-(the paper's SGD has neither).
+A is the set of the D·n largest |θ| of a matrix with n weights, and B that of the (D + M)·n largest, where D is the
+density that `mst.sparsity` sets and M the option `extra`. The layer multiplies by θ on A, and θ on B gets a gradient.
+The exploration term of the paper's loss is part of the gradient: λθ on A and λθ/D on B∖A, which pulls back weights that
+are updated but not used. Outside B the gradient is 0, but the optimizer's moments decay there, and its weight decay
+applies (the paper's SGD has neither).
 
-The sets are chosen for every forward pass; the paper finds that every 100 steps does as well. Ties go to the lower
+The sets are computed in every forward pass; the paper finds that every 100 steps is as good. Ties go to the lower
 index.
 """
 
@@ -47,7 +47,7 @@ def largest(matrix: Tensor, count: int) -> Tensor:
 
 
 class Sets(torch.autograd.Function):
-    """θ on A; the gradient is passed on B."""
+    """Uses θ on A in the forward pass, and passes the gradient on B."""
 
     @staticmethod
     def forward(ctx: Any, stored: Tensor, kept: int, reached: int) -> Tensor:
@@ -62,7 +62,7 @@ class Sets(torch.autograd.Function):
 
 
 class TopKAST(WeightFunction):
-    """Multiplies with the largest weights and moves some more."""
+    """Multiplies by the largest weights and also updates some more."""
 
     variations = tuple(name for name in VARIATIONS if name != "dense")
 
@@ -74,7 +74,7 @@ class TopKAST(WeightFunction):
         return weight
 
     def _reached(self, stored: Tensor, kept: int) -> int:
-        """The number of weights in B."""
+        """Return the number of weights in B."""
         return min(stored.numel(), kept + round(self.options.extra * stored.numel()))
 
     def pull(self, stored: Tensor, kept: int, scale: float) -> Tensor:

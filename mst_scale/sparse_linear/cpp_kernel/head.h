@@ -76,8 +76,8 @@ template <class T> struct Head {
             Vec<T> sum{};
 #pragma GCC unroll 8
             for (int v = 0; v < V; v++) {
-                sum += row[v] * load(in + v * W);
-                store(out + v * W, load(out + v * W) + w * row[v]);
+                sum = fused(row[v], load(in + v * W), sum);
+                store(out + v * W, fused(w, row[v], load(out + v * W)));
             }
             return sum;
         };
@@ -126,8 +126,8 @@ template <class T> struct Head {
                 for (i64 tile = tiles * share / threads; tile < tiles * (share + 1) / threads; tile++) {
                     const i64 at = tile * LANES, valid = std::min(LANES, tokens - at);
                     for (i64 p = 0; p < count; p++)
-                        tile_in<V, T, IO>(x + at * a.columns, a.columns, valid, p * width,
-                                          std::min(width, a.columns - p * width), in + p * width * LANES);
+                        tile_in<V, T>(x + at * a.columns, a.columns, valid, p * width,
+                                      std::min(width, a.columns - p * width), in + p * width * LANES);
                     Vec<T> top[V], sum[V];
                     logits(in, z, top, sum);
                     std::pair<i64, i64> order[LANES];  // (target, lane)
@@ -172,17 +172,3 @@ template <class T> struct Head {
         }
     }
 };
-
-// dw (dense) = scale · g, zero where masked
-template <class T, class IO> void scatter(const Index& a, const T* g, T scale, IO* dw, i64 threads) {
-    const i64 count = panels(a.columns), width = panel_width(a.columns);
-#pragma omp parallel for num_threads(threads)
-    for (i64 r = 0; r < a.rows; r++) {
-        std::memset((void*)(dw + r * a.columns), 0, a.columns * sizeof(IO));
-        for (i64 p = 0; p < count; p++)
-            for (i64 i = a.begin[p * a.rows + r]; i < a.begin[p * a.rows + r + 1]; i++) {
-                const T scaled = scale * g[i];
-                convert(&scaled, dw + r * a.columns + p * width + a.column[i], 1);
-            }
-    }
-}

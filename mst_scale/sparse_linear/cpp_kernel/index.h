@@ -44,9 +44,10 @@ struct Builder {
     }
 };
 
-// `active` is a byte per weight, 0 or 1. Both matrices have room for all entries; order[i] is where the transpose's i-th
-// entry stands among ours.
-inline void build(const uint8_t* active, Builder a, Builder t, uint32_t* order, i64 threads) {
+// `active` is a byte per weight, 0 or 1. All arrays have room for all entries. Values lie in the order of the flattened
+// matrix; flat[i] is the place of our i-th entry among them, flat_t[i] that of the transpose's. `flat` may be null if there
+// is one panel, since it would count 0, 1, 2, …
+inline void build(const uint8_t* active, Builder a, Builder t, uint32_t* flat, uint32_t* flat_t, i64 threads) {
 #pragma omp parallel for num_threads(threads)
     for (i64 r = 0; r < a.rows; r++)
         for (i64 p = 0; p < a.count; p++) {
@@ -65,7 +66,7 @@ inline void build(const uint8_t* active, Builder a, Builder t, uint32_t* order, 
                 if (active[r * a.columns + c]) *out++ = uint16_t(c - from);
         }
     std::fill(t.begin, t.begin + t.count * t.rows + 1, 0);
-    const auto each = [&](auto use) {  // entries in the order of the rows of `a`
+    const auto each = [&](auto use) {  // entries in the order of the flattened matrix
         for (i64 r = 0; r < a.rows; r++)
             for (i64 p = 0; p < a.count; p++)
                 for (i64 i = a.begin[p * a.rows + r]; i < a.begin[p * a.rows + r + 1]; i++)
@@ -74,8 +75,11 @@ inline void build(const uint8_t* active, Builder a, Builder t, uint32_t* order, 
     each([&](i64, i64 r, i64 c) { t.begin[r / t.width * t.rows + c]++; });
     t.sum_up();
     std::vector<i64> next(t.begin, t.begin + t.count * t.rows);
+    uint32_t place = 0;
     each([&](i64 i, i64 r, i64 c) {
         const i64 at = next[r / t.width * t.rows + c]++;
-        t.column[at] = uint16_t(r % t.width), order[at] = uint32_t(i);
+        t.column[at] = uint16_t(r % t.width), flat_t[at] = place;
+        if (flat) flat[i] = place;
+        place++;
     });
 }

@@ -32,12 +32,12 @@ def small_comparison(rank: int, world: int, folder: str) -> list[quality.Row]:
     """Variants of a file, a config of one's own, an override for all."""
     path = Path(folder)
     (path / "variants.json").write_text(json.dumps({"mst": ["--method", "mst"], "dense": ["--method", "dense"]}))
-    told = ["--config", str(config(path)), "--variants", str(path / "variants.json"), "--seeds", "3", "--json"]
-    told += ["--set", "training.steps=6", "--runs", str(path / "runs.jsonl")]
+    reported = ["--config", str(config(path)), "--variants", str(path / "variants.json"), "--seeds", "3", "--json"]
+    reported += ["--set", "training.steps=6", "--runs", str(path / "runs.jsonl")]
     found = []
     for _ in range(2):  # the second time from what is kept
         with contextlib.redirect_stdout(io.StringIO()) as said:
-            assert quality.main(told) == 0
+            assert quality.main(reported) == 0
         found.append(json.loads(said.getvalue().splitlines()[-1])["rows"])
     assert found[0] == found[1] and len((path / "runs.jsonl").read_text().splitlines()) == 2
     return found[0]
@@ -51,6 +51,6 @@ def test_a_comparison_of_two_variants(tmp_path: Path):
     assert rows[0]["flops"] < rows[1]["flops"]
 
 
-def test_what_is_wrong_is_said():
+def test_errors_are_reported():
     with pytest.raises(ValueError, match="--only blocks: the variants are element, block 4"):
         quality.main(["--only", "blocks"])

@@ -252,7 +252,7 @@ def test_where_no_copy_can_be_made_it_says_what_to_run(run, tmp_path):
     argv = arguments(tmp_path, mst=MST)
     ((code, text),) = pool.run(attempt_without_disk, 1, argv)
     assert code == 1 and len(text.splitlines()) == 1
-    assert "no copy for them could be made (no space): start on as many ranks as before, or" in text
+    assert "no space" in text
     assert "mst reshape" in text
     results = pool.run(attempt, 3, argv)
     assert [code for code, _ in results] == [2] * 3

@@ -12,6 +12,8 @@ from tests.support import pool
 from tests.support.toy_engine import full, read_by_forward
 from tests.support.toys import deepspeed_config
 
+pytestmark = pytest.mark.full
+
 SAVED, END = 8, 14
 
 

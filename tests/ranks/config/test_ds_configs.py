@@ -16,6 +16,8 @@ from mst_scale.plan.setting import setting_of
 from tests.support import pool, tiny_run
 from tests.support.whole_runs import attempt
 
+pytestmark = pytest.mark.full
+
 FOLDER = tiny_run.ROOT / "ds_configs"
 NAMES = sorted(ready.configs())
 GPT2_BATCH = 12 * 40  # the paper's
@@ -101,7 +103,7 @@ def row(path: Path) -> str:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_it_is_planned_and_stands_in_the_table(name):
+def test_it_is_planned_and_shown_in_the_table(name):
     """The plan fits, and the README's row is what comes out of it; its memory may be off by a refined plan's 10 %."""
     found = planned_for(name)
     assert found.memory.fits(found.machine.gpu)
@@ -124,7 +126,7 @@ def test_it_is_what_mst_plan_recommends_on_its_nodes(name):
     assert best.sizes == sizes_of(experiment.deepspeed)
 
 
-def test_what_the_readme_says_of_other_clusters():
+def test_the_readmes_commands_for_other_clusters():
     """On twice the nodes 175B's batch is too small for data parallelism alone; on slower networks it is still close."""
     experiment = load(FOLDER / "gpt3_175b.json")
     assert plan(experiment, 1024, machine("a100-80gb", 1024)).recommended.setting.tensor == 2

@@ -120,6 +120,7 @@ def check_feature(feature: Feature, stages: tuple[int, ...]) -> None:
                 assert history == plain(stage, feature.precision), f"stage {stage}"
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", FEATURES)
 def test_feature(name):
     """At the last of its stages; the others are slow together."""
@@ -173,6 +174,7 @@ def check_optimizer(name: str, stages: tuple[int, ...]) -> None:
             assert (of_weights if name in WEIGHTS_ALONE else faults) == [], f"stage {stage}"
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_optimizer(name):
     check_optimizer(name, (3,))
@@ -282,7 +284,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("config", "message"), REFUSED)
-def test_what_is_not_exact_is_refused_in_one_line_unless_the_run_stays_dense(config, message):
+def test_inexact_keys_are_rejected_in_one_line_unless_the_run_stays_dense(config, message):
     with pytest.raises(ValueError, match=message) as caught:
         check_supported(config, SPARSE)
     assert len(str(caught.value).splitlines()) == 1
@@ -297,13 +299,13 @@ def test_a_stage_that_does_not_exist_is_named_before_any_other_key(stage, method
         check_supported(config, load({"mst": {"method": method}}).mst)
 
 
-def test_what_is_off_or_not_stated_is_let_in():
+def test_disabled_and_missing_keys_are_accepted():
     off = zero(stage=3, zero_hpz_partition_size=1, zenflow=None, round_robin_gradients="auto", offload_param=None)
     off |= {"hybrid_engine": {"enabled": False}, "tensor_parallel": {"autotp_size": 0}, "fp16": {"enabled": "auto"}}
     assert check_supported(off, SPARSE) == []
 
 
-def test_a_user_may_take_the_risk_of_what_is_not_classified_but_not_of_what_is_refused():
+def test_a_user_may_allow_untested_keys_but_not_rejected_ones():
     allowed = MSTConfig(method="mst", allow_untested=["zero_optimization.new_key", "zero_optimization.zenflow"])
     (note,) = check_supported(zero(new_key=1), allowed)
     assert note.startswith("zero_optimization.new_key = 1 has not been tested")
@@ -328,7 +330,7 @@ ARGUMENTS = [
 
 
 @pytest.mark.parametrize(("given", "extra", "message"), ARGUMENTS)
-def test_arguments_are_refused_before_deepspeed_builds_anything(monkeypatch, given, extra, message):
+def test_arguments_are_rejected_before_deepspeed_builds_anything(monkeypatch, given, extra, message):
     monkeypatch.setattr("mst_scale.engine.api._deepspeeds_own", with_signature_of(deepspeed.initialize))
     with pytest.raises(ValueError, match=message):
         mst_scale.initialize(model=toy(), config=mst_config(2, 2, **extra), **given)
@@ -340,7 +342,7 @@ def with_signature_of(function: Any) -> Any:
     return functools.wraps(function)(nothing_is_built)
 
 
-def test_a_pipeline_is_refused_before_deepspeed_builds_anything(monkeypatch):
+def test_a_pipeline_is_rejected_before_deepspeed_builds_anything(monkeypatch):
     monkeypatch.setattr("mst_scale.engine.api._deepspeeds_own", with_signature_of(deepspeed.initialize))
     stage = object.__new__(deepspeed.PipelineModule)
     torch.nn.Module.__init__(stage)
@@ -348,7 +350,7 @@ def test_a_pipeline_is_refused_before_deepspeed_builds_anything(monkeypatch):
         mst_scale.initialize(model=stage, model_parameters=[], config=mst_config(2, 2))
 
 
-def test_pretrain_and_plan_refuse_the_same(tmp_path):
+def test_pretrain_and_plan_reject_the_same(tmp_path):
     base = {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}}
     check(load({**base, "mst": {"method": "mst"}}))
     with pytest.raises(ValueError, match="data_parallel_size"):
@@ -421,7 +423,7 @@ def test_every_default_of_deepspeed_is_let_in():
                 assert found is not None and found.status in ("exact", "harmless"), key
 
 
-def test_every_line_says_why_or_by_which_test_and_every_test_exists():
+def test_every_row_has_a_reason_or_an_existing_test():
     functions: dict[str, set[str]] = {}
     for row in rows():
         assert row.status in STATUSES and bool(row.fix) == (row.status == "rejected"), row

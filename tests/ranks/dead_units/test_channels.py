@@ -24,6 +24,8 @@ from tests.support.layouts import Layout, Recipe
 from tests.support.toy_engine import full, shas
 from tests.support.toys import deepspeed_config
 
+pytestmark = pytest.mark.full
+
 STEPS = 12
 CHANNELS = {
     "sparsity": {"max": 0.75, "warmup": 0, "ultra": 4, "restore": 6, "stages": 3, "distribution": "uniform"},
@@ -57,7 +59,7 @@ def config(stage, world, precision="fp32", **mst):
 # --- which live ---
 
 
-def test_as_many_live_in_every_head_and_those_of_a_sparser_model_among_them():
+def test_every_head_has_as_many_active_units_and_denser_models_keep_those_of_sparser_ones():
     units = find_units(model())[0]
     channels = Channels(units, [name for some in units for name in some.matrices], 3, lambda step: 0.0, lambda: 0)
     assert {some.kind: (some.count, some.groups) for some in units} == {
@@ -66,27 +68,27 @@ def test_as_many_live_in_every_head_and_those_of_a_sparser_model_among_them():
     for some in units:
         before = torch.zeros(some.count, dtype=torch.bool)
         for sparsity in (0.99, 0.8, 0.5, 0.3, 0.0):
-            alive = channels.alive(some, sparsity)
+            is_active = channels.active(some, sparsity)
             size = some.count // some.groups
             kept = max(1, math.floor((1 - sparsity) * size + 0.5))
-            assert alive.view(some.groups, size).sum(1).tolist() == [kept] * some.groups
-            assert not (before & ~alive).any()
-            before = alive
-    one, other = (channels.alive(some, 0.5) for some in units if some.kind == "mlp")
+            assert is_active.view(some.groups, size).sum(1).tolist() == [kept] * some.groups
+            assert not (before & ~is_active).any()
+            before = is_active
+    one, other = (channels.active(some, 0.5) for some in units if some.kind == "mlp")
     assert not torch.equal(one, other), "each layer has its own"
 
 
-def test_of_many_units_as_many_eights_live_as_tensor_cores_take():
+def test_the_number_of_active_units_is_a_multiple_of_eight():
     wide = GPT(ModelConfig(n_layer=1, n_head=2, n_embd=128, seq_length=8, vocab_size=VOCAB))
     units = find_units(wide)[0]
     channels = Channels(units, [name for some in units for name in some.matrices], 3, lambda step: 0.0, lambda: 0)
     for sparsity, of_head, of_mlp in ((0.99, 8, 8), (0.8, 16, 104), (0.5, 32, 256), (0.0, 64, 512)):
         for some in units:
-            alive = channels.alive(some, sparsity).view(some.groups, -1).sum(1)
-            assert set(alive.tolist()) == {of_mlp if some.kind == "mlp" else of_head}
+            is_active = channels.active(some, sparsity).view(some.groups, -1).sum(1)
+            assert set(is_active.tolist()) == {of_mlp if some.kind == "mlp" else of_head}
 
 
-def test_a_slice_has_what_the_whole_mask_has_there():
+def test_a_slice_equals_its_part_of_the_whole_mask():
     rows, columns = torch.rand(13) < 0.5, torch.rand(21) < 0.5
     whole = rows[:, None] & columns
     for start, length in ((0, 273), (5, 100), (20, 1), (77, 196), (273, 0)):
@@ -97,7 +99,7 @@ def test_a_slice_has_what_the_whole_mask_has_there():
     assert torch.equal(packed_bits.unpack(found, 60), cut.of(whole).view(-1)[3:63])
 
 
-def test_what_has_no_channels_or_leaves_some_of_a_unit_out_is_refused():
+def test_parameters_without_channels_or_with_parts_of_units_are_rejected():
     units = find_units(model())[0]
     names = [name for some in units for name in some.matrices]
     with pytest.raises(ValueError, match=r"wte.weight.*lm_head = false"):
@@ -115,7 +117,7 @@ def test_what_has_no_channels_or_leaves_some_of_a_unit_out_is_refused():
         ("sparsity", {"distribution": "erk"}),
     ],
 )
-def test_a_config_that_would_rank_or_exchange_channels_is_refused(block, value):
+def test_a_config_that_would_rank_or_exchange_channels_is_rejected(block, value):
     raw = config(0, 1)
     raw["mst"] = {**raw["mst"], block: {**raw["mst"][block], **value}}
     with pytest.raises(ValueError, match=r'granularity = "channel" .*policy static'):
@@ -173,7 +175,7 @@ def learning(rank, world, stage, precision, backend, bias=False):  # noqa: PLR09
 
 
 @pytest.mark.parametrize(("stage", "bias"), [(0, True), (3, False)])
-def test_products_of_what_lives_train_as_masked_dense_ones_do(stage, bias):
+def test_products_of_active_channels_train_like_masked_dense_ones(stage, bias):
     narrow, dense = (pool.run(learning, 2, stage, "fp32", backend, bias)[0] for backend in ("auto", "dense"))
     assert narrow[1] >= 8 * 4 and narrow[2] == narrow[1] / 2 and dense[1] == 0
     assert narrow[0] == pytest.approx(dense[0], rel=1e-5)
@@ -190,7 +192,7 @@ def other_seed(rank, world):
     return None
 
 
-def test_channels_of_another_seed_are_refused_on_every_rank():
+def test_channels_of_another_seed_are_rejected_on_every_rank():
     for said in pool.run(other_seed, 2):
         assert "training.seed" in said
 
@@ -208,7 +210,7 @@ def save_and_go_on(rank, world, folder):
     return shas(engine, world) == shas(other, world), same
 
 
-def test_a_checkpoint_goes_on_with_the_same_channels(tmp_path):
+def test_a_checkpoint_continues_with_the_same_channels(tmp_path):
     assert all(all(found) for found in pool.run(save_and_go_on, 2, str(tmp_path)))
     assert inspect(tmp_path / "here").granularity == "channel"
 
@@ -256,7 +258,7 @@ def learning_of_transformers(rank, world, stage, backend):
 
 
 @pytest.mark.parametrize("stage", [0, 3])
-def test_a_gpt_of_transformers_multiplies_with_what_lives_too(stage):
+def test_a_transformers_gpt_multiplies_by_active_channels_too(stage):
     narrow, dense = (pool.run(learning_of_transformers, 2, stage, backend)[0] for backend in ("auto", "dense"))
     assert narrow[1] >= 4 * 4 and dense[1] == 0 and narrow[2] == dense[2] and max(dense[2]) > 0.6
     assert narrow[0] == pytest.approx(dense[0], rel=1e-5)

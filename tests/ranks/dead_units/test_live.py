@@ -20,6 +20,8 @@ from tests.support.toy_engine import STAGES, full, mst_config
 from tests.support.toys import deepspeed_config, toy
 from tests.support.whole_runs import MST, arguments, attempt
 
+pytestmark = pytest.mark.full
+
 STEPS, DENSE_FROM = 10, 8
 DEAD = {"mlp": (6, 74), "value": (6, 30), "query_key": (6, 30)}  # at the start
 CONTEXT, VOCAB = 6, 19
@@ -122,7 +124,7 @@ def given(rank, world, stage):
     return found, {name: weight.numpy().tobytes() for name, weight in weights.items()}
 
 
-def test_counts_and_woken_weights_are_bit_identical_on_any_ranks_and_stage():
+def test_counts_and_revived_weights_are_bit_identical_on_any_ranks_and_stage():
     reference = None
     for stage in STAGES:
         for world in (1, 2, 3):
@@ -135,7 +137,7 @@ def test_counts_and_woken_weights_are_bit_identical_on_any_ranks_and_stage():
     assert counts[0] == DEAD and counts[DENSE_FROM - 1] == counts[-1] == {kind: (0, n) for kind, (_, n) in DEAD.items()}
 
 
-def around_waking(rank, world, stage, precision, wake, dense=()):  # noqa: PLR0917
+def around_revival(rank, world, stage, precision, wake, dense=()):  # noqa: PLR0917
     """(dead units, loss on one batch) before the step that makes all dense, after it and at the end."""
     raw = config(stage, world, precision, wake=wake)
     raw["mst"]["targets"] |= {"exclude": list(dense)}
@@ -164,8 +166,8 @@ def dead(counts):
 
 
 @pytest.mark.parametrize(("stage", "precision"), [*((stage, "fp32") for stage in STAGES), (1, "bf16"), (3, "bf16")])
-def test_a_run_through_restoration_wakes_all_that_is_dead_and_the_loss_does_not_notice(stage, precision):
-    before, after, end = pool.run(around_waking, 2, stage, precision, True)[0]
+def test_restoration_revives_all_dead_units_without_changing_the_loss(stage, precision):
+    before, after, end = pool.run(around_revival, 2, stage, precision, True)[0]
     assert all(count >= 6 for count in dead(before[0]).values())
     assert not any(dead(after[0]).values()) and not any(dead(end[0]).values())
     assert after[1] == before[1], "bit for bit"
@@ -173,15 +175,15 @@ def test_a_run_through_restoration_wakes_all_that_is_dead_and_the_loss_does_not_
 
 
 @pytest.mark.parametrize("never_sparse", ["up", "down"])
-def test_what_wakes_may_have_a_matrix_that_was_never_sparse(never_sparse):
+def test_a_revived_unit_may_have_a_matrix_that_was_never_sparse(never_sparse):
     """What is never sparse is never written to: its zeros keep what the unit adds at 0."""
-    before, after, _ = pool.run(around_waking, 2, 2, "fp32", True, [f"*.mlp.{never_sparse}.*"])[0]
+    before, after, _ = pool.run(around_revival, 2, 2, "fp32", True, [f"*.mlp.{never_sparse}.*"])[0]
     assert all(count >= 6 for count in dead(before[0]).values())
     assert not any(dead(after[0]).values()) and after[1] == before[1]
 
 
-def test_without_waking_they_stay_dead():
-    before, after, end = pool.run(around_waking, 2, 2, "fp32", False)[0]
+def test_without_revival_units_stay_dead():
+    before, after, end = pool.run(around_revival, 2, 2, "fp32", False)[0]
     assert after == before and end[0] == before[0] and all(count >= 6 for count in dead(before[0]).values())
     assert end[1] != after[1], "although it trains"
 
@@ -195,7 +197,7 @@ def gradients_of_the_dead(rank, world, wake):
     flags = LineFlags(units, {name: p.shape for name, p in parameters.items()})
     for name in flags.shapes:
         weight = parameters[name].detach()
-        flags.look(Shard.whole(name, weight.shape), weight.view(-1))
+        flags.add(Shard.whole(name, weight.shape), weight.view(-1))
     advance(engine, rank, DENSE_FROM - 1, DENSE_FROM)
     engine.module.zero_grad()
     engine.module(*batch(50, 0)).backward()
@@ -208,13 +210,13 @@ def gradients_of_the_dead(rank, world, wake):
     return sizes
 
 
-def test_a_dead_unit_has_no_gradient_at_all_and_a_woken_one_has():
-    (asleep,), (woken,) = (pool.run(gradients_of_the_dead, 1, wake) for wake in (False, True))
-    assert len(asleep) == len(woken) >= 18
-    assert all(size == 0 for size in asleep) and all(size > 0 for size in woken)
+def test_a_dead_unit_has_no_gradient_and_a_revived_one_has():
+    (asleep,), (revived,) = (pool.run(gradients_of_the_dead, 1, wake) for wake in (False, True))
+    assert len(asleep) == len(revived) >= 18
+    assert all(size == 0 for size in asleep) and all(size > 0 for size in revived)
 
 
-def moments_of_the_woken(rank, world, stage):
+def moments_of_revived(rank, world, stage):
     """By matrix, of a woken unit's weights: the least v as a share of the matrix's mean, the largest |m|, their number;
     and which matrices were dense before, so that nothing of them grows."""
     engine, *_ = mst_scale.initialize(model=model(), config=config(stage, world))
@@ -223,8 +225,8 @@ def moments_of_the_woken(rank, world, stage):
     finish = live.finish
 
     def noticed(updated):
-        if live.waking is not None:
-            places.update({name: live.starting(name) for name in live.waking.started})
+        if live.revival is not None:
+            places.update({name: live.starting(name) for name in live.revival.started})
         finish(updated)
 
     live.finish = noticed
@@ -241,9 +243,9 @@ def moments_of_the_woken(rank, world, stage):
 
 
 @pytest.mark.parametrize("world", [1, 2])
-def test_moments_of_what_wakes_start_like_those_of_what_grows(world):
+def test_moments_of_revived_weights_start_like_those_of_grown_ones(world):
     """In a matrix too that was dense already: its outgoing weights were zero, and without a gradient."""
-    results = pool.run(moments_of_the_woken, world, 1)
+    results = pool.run(moments_of_revived, world, 1)
     assert sum(count for found, _ in results for *_, count in found.values()) > 100
     dense = {name for found, before in results for name in found if name in before}
     assert any(name.endswith("proj.weight") for name in dense)
@@ -267,7 +269,7 @@ def resumed(rank, world, stage, folder, stop):
 
 
 @pytest.mark.parametrize("stage", [1, 3])
-def test_a_run_that_is_resumed_before_and_after_waking_ends_bit_for_bit_alike(stage, tmp_path):
+def test_a_run_resumed_before_and_after_revival_is_bit_identical(stage, tmp_path):
     whole = pool.run(resumed, 2, stage, "", STEPS)
     for stop in (DENSE_FROM - 1, DENSE_FROM):
         assert pool.run(resumed, 2, stage, str(tmp_path / str(stop)), stop) == whole
@@ -291,7 +293,7 @@ def whole_run(rank, world, argv):
         return attempt(rank, world, argv)
 
 
-def test_a_run_says_in_its_own_files_what_woke(tmp_path):
+def test_a_run_records_revived_units_in_its_files(tmp_path):
     assert pool.run(whole_run, 2, arguments(tmp_path, mst=MST)) == [(0, "")] * 2
     rows = tiny_run.rows(tmp_path / "out")
     dead_units = [row["dead_units"] for row in rows]

@@ -14,6 +14,8 @@ from tests.support import block_oracle, pool
 from tests.support.toy_engine import OFFLOAD, mst_config, shas, train
 from tests.support.toys import toy
 
+pytestmark = pytest.mark.full
+
 BLOCKS = {"block": 4, "min_blocks": 1}  # parameters of 37 × 13, 13 × 37 and 7 × 13: ragged, cut inside of blocks
 
 

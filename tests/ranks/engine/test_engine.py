@@ -293,6 +293,7 @@ def memory(rank, world, stage, variation, coverage):
     return sum(kept.numel() for kept in bits), left, [change.ever_active for change in engine.mst.changes]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize("world", [1, 2])
 def test_a_mask_costs_one_bit_a_weight_and_nothing_else_outlives_a_topology_step(stage, world):

@@ -146,7 +146,7 @@ def test_mst_masks_writes_those_of_a_checkpoint(tmp_path, capsys):
     }  # fmt: skip
     assert all(torch.equal(mask, kept(name)) for name, mask in load_file(out).items())
     assert main(["masks", str(tmp_path / "run"), str(out)]) == 2
-    assert "is there already" in capsys.readouterr().err
+    assert "already exists" in capsys.readouterr().err
     assert main(["masks", str(out), str(tmp_path / "packed.safetensors"), "--packed"]) == 0
     assert load_file(tmp_path / "packed.safetensors")["up.weight"].numel() == 61
 

@@ -26,7 +26,7 @@ def run(rank: int, world: int, folder: str, stage: int, found: float | None) -> 
     log = logging.getLogger("mst_scale")
     asked = []
 
-    def crossovers_of(device: str, block: int, layers: Any) -> Any:
+    def crossovers_of(device: str, block: int, layers: Any, interval: int | None) -> Any:
         asked.append(rank)
         return {(dtype, shape): found for dtype, shape, _ in layers}
 

@@ -21,6 +21,8 @@ from tests.support.integrated import model as transformer
 from tests.support.toy_engine import STAGES, full
 from tests.support.toys import deepspeed_config
 
+pytestmark = pytest.mark.full
+
 PRECISIONS = ["fp32", "bf16"]
 LORA = LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM")
 
@@ -293,7 +295,7 @@ def test_what_cannot_be_merged_is_named():
         mst_scale.merge_adapters(pruned())
     model = adapted()
     model.merge_adapter()
-    with pytest.raises(UserError, match="are merged already"):
+    with pytest.raises(UserError, match="have already been merged"):
         mst_scale.merge_adapters(model)
     with pytest.raises(UserError, match=r"the nearest is 'model.layers.0.mlp.up_proj.weight'"):
         mst_scale.merge_adapters(adapted(), {"model.layers.0.mlp.up_projj.weight": torch.ones(2, 2)})

@@ -162,7 +162,7 @@ def test_a_block_without_a_method_is_refused():
     config = mst_config(1, 1)
     del config["mst"]["method"]
     (message,) = pool.run(raised, 1, config, 1)
-    assert "names no method" in message and '"method": "mst"' in message
+    assert "has no method" in message and '"method": "mst"' in message
 
 
 def test_a_loop_of_ones_own_says_how_long_it_is():

@@ -43,6 +43,7 @@ def compare(stage: int, precision: str, layouts: list[tuple[int, int]], recomput
             assert all(rank[0] == ranks[first][0] for rank in ranks[first : first + sequence]), "one loss a sequence"
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("precision", LAYOUTS)
 def test_training_is_that_of_one_rank(stage: int, precision: str) -> None:

@@ -19,6 +19,8 @@ from tests.support.cut_sequences import BATCH, mesh_of, mine
 from tests.support.toy_engine import mst_config, train, watched
 from tests.support.toys import allow_fp16, deepspeed_config, toy, toy_batch
 
+pytestmark = pytest.mark.full
+
 FUNCTIONS = [name for name, method in METHODS.items() if method.function]
 SHAPE = {"n_layer": 1, "n_head": 2, "n_embd": 32, "seq_length": 16, "vocab_size": 64}
 STEPS, TURN = 8, 6
@@ -380,8 +382,8 @@ def refused(rank: int, world: int):
 def test_refusals():
     (said,) = pool.run(refused, 1)
     assert "wte.weight is the tied head" in said["head"]
-    assert "mst.sparsity.variation = sv does not go with method sr-ste: choose one of sparse, sd" in said["schedule"]
+    assert "mst.sparsity.variation = sv does not work with method sr-ste: choose one of sparse, sd" in said["schedule"]
     assert "unknown key 'mst.options.q'" in said["option"] and "mst.options" in said["value"]
     assert "groups of 6" in said["shape"] and "AdamW" in said["muon"]
-    assert "is decided by mst.options; it has to say 0.75" in said["max"]
+    assert "set it to 0.75" in said["max"]
     assert "mst.options.products" in said["products"]

@@ -29,7 +29,7 @@ def arguments(folder, stage, *more):
 
 
 @pytest.mark.parametrize("stage", [1, 3])
-def test_the_row_has_what_mst_eval_finds_afterwards(tmp_path, stage, capsys):
+def test_the_row_has_the_results_of_a_later_mst_eval(tmp_path, stage, capsys):
     (tmp_path / "tasks").mkdir()
     (tmp_path / "tasks" / "lambada.txt").write_text("return the last word\nimport os and sys\nx y\n")
     (tmp_path / "tasks" / "ptb.txt").write_text("def f(self): return self.x\n" * 20)
@@ -70,7 +70,7 @@ class Engine(torch.nn.Module):
         return self.module(ids)
 
 
-def test_what_is_wrong_is_said_before_the_first_step(tmp_path):
+def test_errors_are_reported_before_the_first_step(tmp_path):
     (tmp_path / "tasks").mkdir()
     (code, text), *_ = pool.run(attempt, 1, arguments(tmp_path, 1, "--eval-tasks", "lambda"))
     assert code == 2 and "'lambda'" in text and "'lambada'" in text

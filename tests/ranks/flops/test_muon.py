@@ -43,7 +43,7 @@ def test_the_matrices_are_those_that_deepspeed_marks(overrides):
     assert muon_shapes(config) == {name: tuple(p.shape) for name, p in model.named_parameters() if p.use_muon}
 
 
-def test_it_is_added_to_what_is_spent_and_to_what_dense_steps_cost():
+def test_it_is_added_to_the_flops_spent_and_to_those_of_dense_steps():
     plain, muon = load(RAW), load(MUON)
     added = optimizer_flops(muon.model, muon.deepspeed) / 4
     assert added > 0 == optimizer_flops(plain.model, plain.deepspeed)
@@ -97,7 +97,7 @@ def test_a_recording_states_it(tmp_path):
     assert rows[-1]["flops_dense"] > rows[-1]["flops"] > 3 * each
 
 
-def test_mst_flops_says_it(tmp_path, capsys):
+def test_mst_flops_prints_it(tmp_path, capsys):
     path = tmp_path / "c.json"
     path.write_text(json.dumps(MUON))
     assert cli.main(["flops", "--config", str(path)]) == 0

@@ -68,7 +68,7 @@ def test_a_sparse_run_starts_from_a_dense_run_of_ours(tmp_path):
     assert after["val_loss"] == pytest.approx(before["val_loss"], rel=1e-6)
 
 
-def test_what_does_not_fit_is_named(tmp_path, gpt2):
+def test_a_mismatch_is_named(tmp_path, gpt2):
     with pytest.raises(UserError, match="nowhere"):
         start_from.folder_of("./nowhere")
     with pytest.raises(UserError, match=r"config\.json"):
@@ -114,7 +114,7 @@ def from_hub(rank: int, world: int, argv: list[str], folder: Path | None) -> tup
 
 
 @torch.no_grad()
-def test_a_name_on_the_hub_starts_a_run_that_goes_on_without_it(tmp_path, gpt2):
+def test_a_run_started_from_a_name_on_the_hub_resumes_without_it(tmp_path, gpt2):
     optimizer = {"type": "AdamW", "params": {"lr": 1e-12, "weight_decay": 0.0}}
     argv = arguments(tmp_path, Path("gpt2"), optimizer=optimizer, training={"min_lr": 0.0})
     for code, text, asked in pool.run(from_hub, 2, argv, gpt2):
@@ -154,7 +154,7 @@ def test_a_bert_is_not_started_from_a_gpt2(tmp_path, gpt2):
     assert code == 2 and "model.arch is 'bert'" in text
 
 
-def test_without_a_network_one_line_says_so(monkeypatch):
+def test_without_a_network_there_is_one_line(monkeypatch):
     import huggingface_hub
 
     def fail(*_, **__):

@@ -158,7 +158,7 @@ def test_the_pattern_switches_by_schedule(make):
         assert losses[-1] < losses[0]
 
 
-def test_where_it_cannot_it_says_so():
+def test_an_unsupported_case_gives_the_reason():
     for losses, patterns, _, said in pool.run(train, 2, gpt2, {"attn_pdrop": 0.1}):
         assert patterns == [set()] * 12 and losses[-1] < losses[0]
         (line,) = (line for line in said if "attention stays dense" in line)
@@ -167,13 +167,13 @@ def test_where_it_cannot_it_says_so():
 
 
 @pytest.mark.parametrize("sinks", [torch.ones(2), torch.zeros(1)])
-def test_what_it_does_not_know_is_refused(sinks):
+def test_unknown_arguments_are_rejected(sinks):
     q = torch.ones(1, 2, 4, 8)
     with pytest.raises(ValueError, match="s_aux"):
         hugging_face_attention(torch.nn.Identity(), q, q, q, None, s_aux=sinks)
 
 
-def test_what_is_not_attached_is_left_alone():
+def test_other_layers_are_left_alone():
     from transformers import MistralConfig, MistralForCausalLM
 
     tiny = {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1, "hidden_size": 16}

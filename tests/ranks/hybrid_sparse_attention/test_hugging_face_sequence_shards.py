@@ -125,6 +125,7 @@ def train(rank: int, world: int, stage: int) -> tuple[list[float], list[float], 
         forget(NAME)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("stage", [0, 2, 3])
 def test_a_llama_trains_as_on_one_rank(stage: int) -> None:
     ((losses, norms, masks, attended),) = pool.run(train, 1, stage)
@@ -158,7 +159,7 @@ def logits_of_parts(rank: int, world: int) -> tuple[torch.Tensor, str, str | Non
     return logits, said, reason
 
 
-def test_the_pattern_is_of_the_whole_sequence_and_what_cannot_be_says_why() -> None:
+def test_the_pattern_is_of_the_whole_sequence_or_the_reason_is_given() -> None:
     ((whole, _, none),) = pool.run(logits_of_parts, 1)
     assert none is None
     ranks = pool.run(logits_of_parts, 2)

@@ -75,7 +75,7 @@ def _odd_heads(rank: int, world: int) -> str:
     return str(error.value)
 
 
-def test_heads_that_do_not_divide_are_refused() -> None:
+def test_heads_that_do_not_divide_are_rejected() -> None:
     assert run(_odd_heads, 2)[0].startswith("5 heads")
 
 

@@ -58,7 +58,7 @@ def trained(folder, stage, kind, *, resume=None, callback=None, **more):
     return trainer, seen, masks
 
 
-def beside_own_loop(rank, world, folder, stage, kind):
+def with_and_without_trainer(rank, world, folder, stage, kind):
     with opened():
         trainer, seen, masks = trained(folder, stage, kind)
         logged = [row for row in trainer.state.log_history if "loss" in row]
@@ -82,9 +82,10 @@ def beside_own_loop(rank, world, folder, stage, kind):
     return wrong, sorted({row["mst/sparsity"] for row in logged})[-1], phases, logged[-1]["mst/flops_reduction"]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("stage", "kind"), [*((stage, "llama") for stage in STAGES), (2, "gpt2"), (3, "gpt2")])
-def test_trainer_is_a_loop_of_ones_own(tmp_path, stage, kind):
-    found = pool.run(beside_own_loop, 2, str(tmp_path), stage, kind)
+def test_trainer_is_a_custom_loop(tmp_path, stage, kind):
+    found = pool.run(with_and_without_trainer, 2, str(tmp_path), stage, kind)
     for wrong, sparsest, phases, reduction in found:
         assert wrong == []
         assert sparsest == pytest.approx(0.8, abs=0.01)
@@ -175,6 +176,7 @@ def on_other_ranks(rank, world, folder, stage, kind):
     return [row["loss"] for row in trainer.state.log_history if "loss" in row], first[0]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("stage", "before", "now"), [(1, 2, 1), (2, 1, 2), (3, 2, 1)])
 def test_a_run_continues_on_another_number_of_processes(tmp_path, stage, before, now):
     """With the same global batch: 16 sequences in micro-batches of 4."""
@@ -227,7 +229,7 @@ def used(rank, world, folder, stage):
 
 
 @pytest.mark.parametrize("stage", [2, 3])
-def test_what_people_do_around_training(tmp_path, stage):
+def test_common_uses_around_training(tmp_path, stage):
     found = pool.run(used, 2, str(tmp_path), stage)
     for partitioned, best, step, (masks, zeros), (loss, history), length, (there, here) in found:
         assert partitioned == (stage == 3)

@@ -63,10 +63,10 @@ def test_a_block_row_keeps_its_least():
     """1 and 5 go; 2 and 7 are the last of their rows, 9 and 8 of their columns: four stay where three were wanted."""
     weight = [[1.0, 2, 0], [0, 7, 5], [9, 0, 8]]
     mask = [[1, 1, 0], [0, 1, 1], [1, 0, 1]]
-    for least, alive in ((0, [0, 0, 0, 0, 1, 0, 1, 0, 1]), (1, [0, 1, 0, 0, 1, 0, 1, 0, 1])):
+    for least, kept in ((0, [0, 0, 0, 0, 1, 0, 1, 0, 1]), (1, [0, 1, 0, 0, 1, 0, 1, 0, 1])):
         layer = one_layer(mask, weight, weight, 3)
         step(layer, Blocks(1, least), 0.0)
-        assert layer.mask.flags().int().tolist() == alive
+        assert layer.mask.flags().int().tolist() == kept
 
 
 def test_a_block_is_ranked_by_the_sum_of_its_weights_scores():
@@ -92,18 +92,18 @@ def test_where_the_least_is_more_than_the_target():
     weight = np.arange(16, dtype=np.float32).reshape(4, 4).tolist()
     layer = one_layer(np.ones((4, 4)).tolist(), weight, weight, 3)
     step(layer, Blocks(1, 2), 0.0)
-    alive = layer.mask.flags().view(4, 4)
-    assert alive.sum(0).min() == alive.sum(1).min() == 2
+    kept = layer.mask.flags().view(4, 4)
+    assert kept.sum(0).min() == kept.sum(1).min() == 2
     assert layer.mask.active == Blocks(1, 2).at_least((4, 4)) == 8
 
 
-def test_a_mask_of_another_granularity_is_refused():
+def test_a_mask_of_another_granularity_is_rejected():
     layer = one_layer([[1, 0, 1, 1], [1, 1, 1, 1]], np.ones((2, 4)).tolist(), np.ones((2, 4)).tolist(), 1)
     with pytest.raises(RuntimeError, match="layer: its mask does not consist of whole 2 × 2 blocks"):
         step(layer, Blocks(2, 0), 0.5)
 
 
-def test_a_nan_is_refused_before_anything_changes():
+def test_a_nan_is_rejected_before_anything_changes():
     layer = one_layer(np.ones((2, 4)).tolist(), [[1.0, 2, 3, float("nan")]] * 2, np.ones((2, 4)).tolist(), 1)
     with pytest.raises(DivergedError, match=r"layer.*NaN"):
         step(layer, Blocks(2, 0), 0.5)
@@ -120,10 +120,10 @@ def test_a_nan_is_refused_before_anything_changes():
 )  # fmt: skip
 def test_rounds_are_the_loop(seed: int, shape: tuple[int, int], least: int, density: float, kind: str):
     rng, (rows, columns) = np.random.default_rng(seed), shape
-    alive, score = rng.random(rows * columns) < density, np.abs(scores(rng, rows * columns, kind))
-    found = must_stay(torch.from_numpy(score), torch.from_numpy(alive), (rows, columns), least).numpy()
-    left = alive & ~block_oracle.prune(score, alive, (rows, columns), least, alive.size)
-    assert np.array_equal(found, left if least else np.zeros_like(alive))
+    kept, score = rng.random(rows * columns) < density, np.abs(scores(rng, rows * columns, kind))
+    found = must_stay(torch.from_numpy(score), torch.from_numpy(kept), (rows, columns), least).numpy()
+    left = kept & ~block_oracle.prune(score, kept, (rows, columns), least, kept.size)
+    assert np.array_equal(found, left if least else np.zeros_like(kept))
 
 
 # --- against the oracle ---------------------------------------------------------------------------------------------
@@ -156,14 +156,14 @@ class Case:
             rng = np.random.default_rng([self.seed, i])
             shape = (layer.rows, layer.columns)
             grid = block_oracle.grid(np.empty(shape), self.side)
-            alive, order = np.ones(grid[0] * grid[1], bool), rng.random(grid[0] * grid[1]).astype(np.float32)
-            alive &= ~block_oracle.prune(order, alive, grid, self.least, round((1 - layer.density) * alive.size))
-            mask = block_oracle.spread(alive, shape, self.side)
+            kept, order = np.ones(grid[0] * grid[1], bool), rng.random(grid[0] * grid[1]).astype(np.float32)
+            kept &= ~block_oracle.prune(order, kept, grid, self.least, round((1 - layer.density) * kept.size))
+            mask = block_oracle.spread(kept, shape, self.side)
             weight = np.where(mask, scores(rng, mask.size, layer.kind).reshape(shape), np.float32(0))
             gradient, momentum = (scores(rng, mask.size, layer.kind).reshape(shape) for _ in range(2))
             made.append(
-                {"name": f"layer{i}", "mask": mask, "alive": alive, "grid": grid, "weight": weight,
-                 "gradient": gradient, "momentum": momentum, "target": max(1, round(layer.target * alive.size))}
+                {"name": f"layer{i}", "mask": mask, "alive": kept, "grid": grid, "weight": weight,
+                 "gradient": gradient, "momentum": momentum, "target": max(1, round(layer.target * kept.size))}
             )  # fmt: skip
         return made
 
@@ -306,20 +306,20 @@ def test_initial_masks(how: str, least: int):
     for i, (shape, target) in enumerate(zip(START_SHAPES, (10, 4), strict=True)):
         whole = scores(np.random.default_rng([3, i]), shape[0] * shape[1], "ties").reshape(shape)
         grid = block_oracle.grid(whole, 4)
-        alive = block_oracle.alive_blocks(alone[i].reshape(shape), 4)
-        everything = np.ones(alive.size, bool)
+        kept = block_oracle.alive_blocks(alone[i].reshape(shape), 4)
+        everything = np.ones(kept.size, bool)
         if how == "magnitude":
             first_to_go = block_oracle.norms(whole, 4)
             best = oracle.largest(first_to_go, everything, target)
         else:
-            places = oracle.places(alive.size, "start", 9, f"layer{i}")
-            first_to_go, best = (alive.size - places).astype(np.float32), oracle.best(places, everything, target)
+            places = oracle.places(kept.size, "start", 9, f"layer{i}")
+            first_to_go, best = (kept.size - places).astype(np.float32), oracle.best(places, everything, target)
         if least:
-            stays = ~block_oracle.prune(first_to_go, everything, grid, least, alive.size)
+            stays = ~block_oracle.prune(first_to_go, everything, grid, least, kept.size)
             rest = oracle.largest(first_to_go, ~stays, max(0, target - int(stays.sum())))
             best = stays | rest
-            assert alive.reshape(grid).sum(0).min() >= 2 and alive.reshape(grid).sum(1).min() >= 2
-        assert np.array_equal(alive, best)
+            assert kept.reshape(grid).sum(0).min() >= 2 and kept.reshape(grid).sum(1).min() >= 2
+        assert np.array_equal(kept, best)
     for world in (2, 4):
         ranks = run(sparsify_on_ranks, world, how, least)
         for i, mask in enumerate(alone):

@@ -164,6 +164,6 @@ def test_indices_go_there_and_back():
 
 
 @pytest.mark.parametrize("rows", [((2, 1),), ((0, 3), (2, 4)), ((0, 8),)])
-def test_ranges_ascend_and_lie_inside(rows: Any):
-    with pytest.raises(ValueError, match="do not ascend within the 7"):
+def test_ranges_ascend_within_the_matrix(rows: Any):
+    with pytest.raises(ValueError, match="must be ascending ranges"):
         Cut((7, 5), rows, ((0, 5),))

@@ -80,7 +80,7 @@ def test_regrown_weights_are_neither_pruned_nor_grown():
     assert not change.pruned_indices().numel() and not change.grown_indices().numel(), "it keeps value and moments"
 
 
-def test_a_just_grown_zero_is_alive_and_first_to_go():
+def test_a_just_grown_zero_is_active_and_pruned_first():
     """The mask is never inferred from w ≠ 0."""
     layer = one_layer([1, 1, 0, 0], [3, 0, 0, 0], [0, 0, 0, 7], 2)
     change = step(layer, zeta=0.5)
@@ -107,9 +107,9 @@ def test_random_growth_is_the_oracles_and_changes_with_the_step():
     for number in (100, 200):
         layer = one_layer([1] * 5 + [0] * 95, [1.0] * 5 + [0.0] * 95, [0.0] * 100, 10)
         step(layer, policy("set"), zeta=0.2, number=number)
-        alive = np.array([False] + [True] * 4 + [False] * 95)  # the tie at 1.0 goes to index 0
-        drawn = oracle.at_random(100, ~alive, 6, "grow", 1, number, "layer")
-        assert np.array_equal(layer.mask.flags().numpy(), alive | drawn)
+        kept = np.array([False] + [True] * 4 + [False] * 95)  # the tie at 1.0 goes to index 0
+        drawn = oracle.at_random(100, ~kept, 6, "grow", 1, number, "layer")
+        assert np.array_equal(layer.mask.flags().numpy(), kept | drawn)
         sets.append(frozenset(np.flatnonzero(drawn)))
     assert sets[0] != sets[1]
 
@@ -179,7 +179,7 @@ def test_weights_are_read_only():
 # --- what users can do wrong ----------------------------------------------------------------------------------------
 
 
-def test_inputs_that_a_policy_needs_are_asked_for_by_name():
+def test_missing_inputs_of_a_policy_are_named():
     mask = LayerMask(Shard.of_range("layer", (4, 1), 0, 4), CPU)
     mask.set_flags(torch.tensor([True, True, False, False]), 2)
     with pytest.raises(ValueError, match=r"layer: .* gradient"):
@@ -194,7 +194,7 @@ def test_inputs_that_a_policy_needs_are_asked_for_by_name():
 
 
 @pytest.mark.parametrize("where", ["weight", "gradient"])
-def test_nan_is_refused_by_layer_and_nothing_changes(where: str):
+def test_nan_is_rejected_by_layer_and_nothing_changes(where: str):
     good = one_layer([1, 1, 0, 0], [3, 1, 0, 0], [0, 0, 0, 7], 2)
     bad = one_layer([1, 1, 0, 0], [3, 1, 0, 0], [0, 0, 0, 7], 2)
     good.mask.shard, bad.mask.shard = (Shard.whole(name, (4, 1)) for name in ("good", "bad"))
@@ -216,7 +216,7 @@ def nan_on_one_rank(rank: int, world: int) -> tuple[str, list[int]]:
     return "no error", []
 
 
-def test_nan_on_one_rank_is_refused_on_all():
+def test_nan_on_one_rank_is_rejected_on_all():
     for message, mask in run(nan_on_one_rank, 3):
         assert "layer" in message and "NaN" in message
         assert mask == [1, 1, 0, 0]

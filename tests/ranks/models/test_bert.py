@@ -143,6 +143,6 @@ def test_bfloat16_is_sane():
     assert all(p.grad is None or p.grad.isfinite().all() for p in low.parameters())
 
 
-def test_a_sequence_longer_than_the_positions_is_refused():
+def test_a_sequence_longer_than_the_positions_is_rejected():
     with pytest.raises(ValueError, match=r"17 tokens .* model\.seq_length = 16"):
         made()(torch.zeros(1, 17, dtype=torch.long))

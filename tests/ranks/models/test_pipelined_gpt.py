@@ -47,7 +47,7 @@ def test_stages_hold_the_whole_model(tied: bool, tensor: int):
 @pytest.mark.parametrize("stage", [0, 1])
 @pytest.mark.parametrize("sizes", [{"pipeline": 2}, {"pipeline": 2, "tensor": 2}], ids=["two", "two-by-two"])
 @pytest.mark.parametrize("tied", [True, False])
-def test_training_goes_as_on_one_rank(stage: int, sizes: dict[str, int], tied: bool):
+def test_training_equals_that_on_one_rank(stage: int, sizes: dict[str, int], tied: bool):
     """Losses and gradient norms, which count what stages and slices have in common once. float32, another order."""
     how = Training(stage, steps=6, model={"tied_head": tied, "activation_checkpointing": not tied})
     (reference,) = run(trained, 1, {}, how)
@@ -77,7 +77,7 @@ def test_bf16():
         close(mine, reference, 2e-2)
 
 
-def _refused(rank: int, world: int, sizes: dict[str, int], changes: dict[str, Any]) -> str:
+def _rejected(rank: int, world: int, sizes: dict[str, int], changes: dict[str, Any]) -> str:
     with pytest.raises(ValueError) as error:
         built(sizes, **changes)
     return str(error.value)
@@ -92,6 +92,6 @@ def _refused(rank: int, world: int, sizes: dict[str, int], changes: dict[str, An
         ({"pipeline": 3}, {}, "start a multiple of 3"),
     ],
 )
-def test_what_cannot_be_cut_is_refused_in_one_line(sizes: dict[str, int], changes: dict[str, Any], words: str):
-    for said in run(_refused, 2, sizes, changes):
+def test_indivisible_sizes_are_rejected_in_one_line(sizes: dict[str, int], changes: dict[str, Any], words: str):
+    for said in run(_rejected, 2, sizes, changes):
         assert words in said and "\n" not in said

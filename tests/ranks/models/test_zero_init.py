@@ -84,7 +84,7 @@ def compare_memory(rank: int, world: int) -> tuple[int, int]:
     return whole, peak_bytes(lambda: build_partitioned(DEEP, 0))
 
 
-def test_no_rank_ever_holds_the_whole_model():
+def test_no_rank_ever_has_the_whole_model():
     with torch.device("meta"):
         sizes = [4 * p.numel() for p in GPT(DEEP).parameters()]
     model, largest = sum(sizes), max(sizes)

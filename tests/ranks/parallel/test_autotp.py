@@ -18,6 +18,8 @@ from tests.support.auto_tp import Cut, Recipe, config, forget_groups, llama, mas
 from tests.support.layouts import whole_masks
 from tests.support.pool import run
 
+pytestmark = pytest.mark.full
+
 GIVEN: dict[str, Any] = {  # a norm's last bit is of its order of sums
     "given_gradients": True,
     "deepspeed": {"gradient_clipping": 0.0},
@@ -92,7 +94,7 @@ def test_a_rank_without_a_head_is_exact(stage: int, precision: str):
 
 
 @pytest.mark.parametrize("stage", [0, 2, 3])
-def test_dead_units_are_counted_and_woken_alike(stage: int):
+def test_dead_units_are_counted_and_revived_equally(stage: int):
     how = Recipe(**GIVEN, steps=13, mst={"topology": {"interval": 1}})
     one = alone(how, True)
     assert one["dead"][0]["mlp"][0] >= 3 and one["dead"][0]["value"][0] >= 2
@@ -277,7 +279,7 @@ def equal(one: tuple, other: tuple) -> bool:
 @pytest.mark.parametrize(
     ("stage", "model"), [(0, ONE_KEY_HEAD), (1, {"tie_word_embeddings": True}), (2, UNEVEN), (3, {})]
 )
-def test_a_resumed_run_ends_bit_for_bit_like_a_whole_one(stage: int, model: dict, tmp_path: Path):
+def test_a_resumed_run_is_bit_identical_to_an_uninterrupted_one(stage: int, model: dict, tmp_path: Path):
     how, cut = Recipe(model=model, mst={"targets": {"lm_head": True}}), Cut(2, 1, stage)
     (whole, _) = run(resumed, 2, cut, how, (str(tmp_path), "", "", 6))
     run(resumed, 2, cut, how, (str(tmp_path), "", "half", 3))
@@ -287,7 +289,7 @@ def test_a_resumed_run_ends_bit_for_bit_like_a_whole_one(stage: int, model: dict
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_a_checkpoint_goes_on_over_another_number_of_ranks(tied: bool, tmp_path: Path):
+def test_a_checkpoint_continues_on_another_number_of_ranks(tied: bool, tmp_path: Path):
     """Two ranks, then one, then four of which two have no key head, with equal weights, moments and masks."""
     model, mst = {"tie_word_embeddings": tied}, {"targets": {"lm_head": True}}
     how = Recipe(model=model, mst=mst)
@@ -347,7 +349,7 @@ def sequences() -> Any:
     return Mesh(ParallelDims(sequence=2))
 
 
-def refused(rank: int, world: int, build: Any, deepspeed: dict[str, Any], mpu: Any) -> str:
+def rejected(rank: int, world: int, build: Any, deepspeed: dict[str, Any], mpu: Any) -> str:
     forget_groups()
     raw = config(Cut(1 if mpu is megatron else 2, 1, 0), Recipe(deepspeed=deepspeed))
     raw = {key: value for key, value in raw.items() if value is not None}
@@ -358,7 +360,7 @@ def refused(rank: int, world: int, build: Any, deepspeed: dict[str, Any], mpu: A
         return str(error)
     finally:
         forget_groups()
-    return "was not refused"
+    return "was not rejected"
 
 
 BATCH = {"train_batch_size": 4, "gradient_accumulation_steps": None}
@@ -380,8 +382,8 @@ MUON = {"optimizer": {"type": "Muon", "params": {"lr": 1e-3}}}
     ],
     ids=["gpt2", "multi-query", "own", "muon", "batch", "three-batches", "empty-at-3", "sequences", "megatron"],
 )
-def test_what_cannot_be_cut_is_one_clear_line(build: Any, deepspeed: dict, mpu: Any, line: str):
-    for said in run(refused, 2, build, deepspeed, mpu, seconds=120):
+def test_indivisible_models_are_rejected_in_one_line(build: Any, deepspeed: dict, mpu: Any, line: str):
+    for said in run(rejected, 2, build, deepspeed, mpu, seconds=120):
         assert "\n" not in said
         with pytest.raises(ValueError, match=line):
             raise ValueError(said)

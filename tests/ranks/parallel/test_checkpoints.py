@@ -17,6 +17,8 @@ from tests.support.layouts import Layout, Recipe
 from tests.support.pool import run
 from tests.support.whole_runs import arguments, attempt, logged_attempt
 
+pytestmark = pytest.mark.full
+
 SAVED, MORE = 5, 4
 RECIPE = Recipe(of=14, mst={"sparsity": {"max": 0.8}})
 
@@ -146,7 +148,7 @@ def config_of(layout: Layout) -> dict[str, Any]:
     ],
     ids=str,
 )
-def test_a_run_started_again_in_another_layout_goes_on_by_itself(first: Layout, then: Layout, tmp_path):
+def test_a_run_resumes_in_another_layout(first: Layout, then: Layout, tmp_path):
     whole_run = arguments(tmp_path, "whole", **config_of(first))
     assert run(attempt, first.world, whole_run) == [(0, "")] * first.world
     shutil.copytree(tmp_path / "whole", tmp_path / "out")

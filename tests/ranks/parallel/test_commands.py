@@ -67,7 +67,7 @@ def answers(source: Path, folder: Path, capsys: pytest.CaptureFixture[str]) -> d
 @pytest.mark.parametrize(
     "layout", [pytest.param(each, marks=[] if each in OFTEN else [pytest.mark.slow]) for each in TESTED], ids=str
 )
-def test_what_commands_say_of_a_run_does_not_depend_on_its_layout(layout: Layout, tmp_path, capsys):
+def test_the_output_of_commands_does_not_depend_on_the_layout(layout: Layout, tmp_path, capsys):
     out = trained(tmp_path, layout)
     source = open_source(out)
     val = open_sampler(str(tmp_path / "corpus"), "val", source.experiment.model, source.experiment.training.seed)

@@ -13,6 +13,8 @@ from tests.support import layouts
 from tests.support.layouts import ALL, EIGHT, GIVEN, TRAINED, Layout, alone
 from tests.support.pool import run
 
+pytestmark = pytest.mark.full
+
 WITHIN = 1e-4  # relative
 FEW = [
     Layout(tensor=2, stage=2), Layout(tensor=2, data=2, stage=3), Layout(pipeline=2, stage=1),

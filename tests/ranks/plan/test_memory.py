@@ -20,6 +20,8 @@ from tests.support import plan_measured as measured
 from tests.support import pool
 from tests.support.plan_configs import MODEL, MST, config, ready, setting
 
+pytestmark = pytest.mark.full
+
 WITHIN = 0.1  # padding, histograms and what is alive for an instant
 WIDE = {"n_embd": 64, "vocab_size": 1000}
 PARTLY = {"stage3_param_persistence_threshold": 100}

@@ -13,6 +13,8 @@ from mst_scale.pretrain.validation import TORCH_ADAM, choose_adam, leaves_adam_o
 from tests.support import pool, tiny_run
 from tests.support.whole_runs import MST, arguments, attempt, weights, without_times
 
+pytestmark = pytest.mark.full
+
 BASE = {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "betas": [0.9, 0.95]}}}
 
 
@@ -23,7 +25,7 @@ def params(experiment):
     return experiment.deepspeed["optimizer"]["params"]
 
 
-def test_a_new_run_on_a_cpu_takes_torchs_and_one_on_a_gpu_deepspeeds(monkeypatch):
+def test_a_new_run_uses_torchs_adam_on_a_cpu_and_deepspeeds_on_a_gpu(monkeypatch):
     experiment = load(BASE)
     assert params(choose_adam(experiment, True, None)) == {**params(experiment), **TORCH_ADAM}
     assert params(experiment).keys() == {"lr", "betas"}, "the experiment itself stays as the user wrote it"
@@ -53,7 +55,7 @@ def test_a_resumed_run_keeps_the_one_it_started_with(monkeypatch, saved, torchs)
         ["bf16.enabled=true"],
     ],
 )
-def test_a_config_that_says_more_is_left_alone(stated):
+def test_a_config_with_more_keys_is_unchanged(stated):
     experiment = load(BASE, stated)
     assert not leaves_adam_open(experiment)
     assert choose_adam(experiment, True, None) == experiment
@@ -75,7 +77,7 @@ def back_to_step_8(out):
 
 
 @pytest.mark.parametrize(("stage", "bf16"), [(0, False), (1, False), (2, False), (3, False), (1, True), (3, True)])
-def test_a_run_takes_torchs_and_resumes_bit_for_bit(tmp_path, stage, bf16):
+def test_a_run_uses_torchs_adam_and_resumes_bit_for_bit(tmp_path, stage, bf16):
     words = arguments(tmp_path, mst=MST, zero_optimization={"stage": stage}, bf16={"enabled": bf16})
     out = tmp_path / "out"
     assert pool.run(attempt, 2, words) == [(0, "")] * 2
@@ -89,7 +91,7 @@ def test_a_run_takes_torchs_and_resumes_bit_for_bit(tmp_path, stage, bf16):
     assert last.keys() == again.keys() and all(torch.equal(value, again[name]) for name, value in last.items())
 
 
-def test_a_run_of_deepspeeds_adam_keeps_it_and_one_on_fewer_ranks_keeps_its_own(tmp_path):
+def test_a_resumed_run_keeps_its_adam_on_any_number_of_ranks(tmp_path):
     out, words = tmp_path / "out", arguments(tmp_path, mst=MST)
     assert pool.run(attempt, 2, [*words, "--set", "optimizer.params.torch_adam=false"]) == [(0, "")] * 2
     back_to_step_8(out)

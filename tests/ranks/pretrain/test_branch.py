@@ -65,7 +65,7 @@ def trunk(tmp_path_factory):
 
 
 @pytest.mark.parametrize(
-    ("more", "told"),
+    ("more", "reported"),
     [
         (["--set", "model.n_embd=32"], "model.n_embd"),
         (["--set", "optimizer.params.lr=0.5"], "optimizer.params.lr"),
@@ -80,25 +80,25 @@ def trunk(tmp_path_factory):
         (["--branch-decay-from", "nowhere"], "nowhere/checkpoints"),
     ],
 )
-def test_what_would_be_another_run_is_refused_in_one_line(tmp_path, trunk, more, told):
+def test_changes_to_the_run_are_rejected_in_one_line(tmp_path, trunk, more, reported):
     shutil.copytree(trunk.parent / "corpus", tmp_path / "corpus")
     words = ["--branch-decay-from", f"{trunk}:step00000008", "--set", f"data.dir={trunk.parent / 'corpus'}"]
     code, text = run(tmp_path, "out", *words, "--steps", "14", *(word.format(trunk=trunk) for word in more))
-    assert code == 2 and told in text and text.count("\n") <= 1, text
+    assert code == 2 and reported in text and text.count("\n") <= 1, text
     assert not (tmp_path / "out" / "checkpoints").exists()
 
 
-def test_a_checkpoint_after_the_decay_began_is_refused(tmp_path):
+def test_a_checkpoint_after_the_decay_began_is_rejected(tmp_path):
     assert run(tmp_path, "trunk", training={**STEADY, "decay": 6, "save_every": 8}) == (0, "")
     code, text = run(tmp_path, "out", "--branch-decay-from", str(tmp_path / "trunk") + ":step00000008", "--steps", "20")
     assert code == 2 and "2 to 6" in text and "training.decay" in text
 
 
-def test_shares_of_the_run_are_refused_for_sparse_training(tmp_path):
+def test_shares_of_the_run_are_rejected_for_sparse_training(tmp_path):
     assert run(tmp_path, "trunk", mst=MST) == (0, "")
     words = ["--branch-decay-from", f"{tmp_path / 'trunk'}:step00000008", "--steps", "20"]
     code, text = run(tmp_path, "out", *words, mst=MST)
-    assert code == 2 and "state mst.sparsity" in text and text.count("\n") <= 1
+    assert code == 2 and "set mst.sparsity" in text and text.count("\n") <= 1
 
 
 @pytest.mark.parametrize(
@@ -119,7 +119,7 @@ def test_shares_of_the_run_are_refused_for_sparse_training(tmp_path):
         ),
     ],
 )
-def test_attention_and_what_is_due_next_must_be_the_same_too(tmp_path, mst, tag, from_step):
+def test_attention_and_the_next_step_must_be_the_same_too(tmp_path, mst, tag, from_step):
     assert run(tmp_path, "trunk", mst=mst, training={**STEADY, "save_every": tag}) == (0, "")
     words = ["--branch-decay-from", f"{tmp_path / 'trunk'}:step{tag:08}", "--steps", "20"]
     code, text = run(tmp_path, "out", *words, mst=mst)

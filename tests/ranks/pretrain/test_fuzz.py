@@ -43,7 +43,7 @@ def fuzz(cases: int, strategy: st.SearchStrategy, check: Callable) -> None:
     each()
 
 
-def refused_well(code: int, text: str, seconds: float, codes: tuple[int, ...] = (2,)) -> None:
+def rejected_well(code: int, text: str, seconds: float, codes: tuple[int, ...] = (2,)) -> None:
     assert code in codes, (code, text)
     assert "Traceback" not in text
     lines = text.splitlines()
@@ -138,12 +138,12 @@ def test_configs(tmp_path, monkeypatch, cases):
         start = time.process_time()
         code, text = attempt(0, 1, ["--deepspeed_config", str(path), "--out", str(tmp_path / "out")])
         if code != REACHED:
-            refused_well(code, text, time.process_time() - start)
+            rejected_well(code, text, time.process_time() - start)
             return
         try:
             validation.validate(load(path), 1)
         except ValueError as error:
-            refused_well(2, f"mst: {comm.one_line(error)}", time.process_time() - start)
+            rejected_well(2, f"mst: {comm.one_line(error)}", time.process_time() - start)
             assert comm.is_plain(error)
             return
         if small(path):
@@ -155,7 +155,7 @@ def test_configs(tmp_path, monkeypatch, cases):
         argv = ["--deepspeed_config", str(path), "--out", str(tmp_path / f"run{number}"), "--steps", "2"]
         ((code, said),) = pool.run(attempt, 1, argv, seconds=120)
         if code:
-            refused_well(code, said, 0.0, codes=(1, 2))
+            rejected_well(code, said, 0.0, codes=(1, 2))
 
 
 def small(path: Path) -> bool:
@@ -235,7 +235,7 @@ def test_command_lines(tmp_path, monkeypatch, cases):
         else:
             code, text = said([verb, *words])
         if code not in (0, REACHED):
-            refused_well(code, text, time.process_time() - start)
+            rejected_well(code, text, time.process_time() - start)
 
     fuzz(cases, command(), check)
 
@@ -334,7 +334,7 @@ def test_files(run, tmp_path, monkeypatch, cases, sealed):
             code, text = said(TARGETS[name])
             if code:
                 wrong_use = name == "config.json" or name.endswith(("meta.json", "out/config.json")) or not sealed
-                refused_well(code, text, time.process_time() - start, codes=(1, 2) if wrong_use else (1,))
+                rejected_well(code, text, time.process_time() - start, codes=(1, 2) if wrong_use else (1,))
             elif name.endswith(".bin") or (sealed and TAG in name and not name.endswith(".json")):
                 assert after == before, "what is damaged was taken for whole"
             elif name.endswith("manifest.json"):

@@ -25,6 +25,8 @@ from tests.support import pool, tiny_run
 from tests.support.toys import toy
 from tests.support.whole_runs import arguments, attempt, weights, without_times
 
+pytestmark = pytest.mark.full
+
 SMALL = {"n_layer": 1, "n_head": 2, "n_embd": 16, "seq_length": tiny_run.CONTEXT, "vocab_size": 64}
 DEEP = {**SMALL, "n_layer": 3}
 WIDE = {**SMALL, "n_layer": 2, "n_embd": 32, "n_head": 4}
@@ -88,7 +90,7 @@ def test_the_first_weights_are_the_same_on_any_ranks_and_stage(tmp_path, small, 
             torch.testing.assert_close(found.read(name), weight, rtol=0, atol=1e-9, msg=f"{out} {name}")
     model, tokens = open_source(tmp_path / "1-0").model(), torch.arange(32)[None]
     export(tmp_path / "2-3", tmp_path / "exported")
-    assert "as many dense steps without what came before" in (tmp_path / "exported" / "README.md").read_text()
+    assert "including those before its first step" in (tmp_path / "exported" / "README.md").read_text()
     again = open_source(tmp_path / "2-3").model()
     with torch.no_grad():
         torch.testing.assert_close(model(tokens), again(tokens), rtol=0, atol=1e-6)
@@ -162,7 +164,7 @@ def test_masks_may_follow_a_growth(tmp_path, small, growth):
     assert first["flops"] == pytest.approx(rows[-1]["flops"] + 8 * dense_step_flops(deeper).total, rel=1e-12)
 
 
-def test_a_branch_of_a_grown_run_counts_what_its_trunk_has_cost(tmp_path, small):
+def test_a_branch_of_a_grown_run_includes_the_flops_of_its_trunk(tmp_path, small):
     steady = {"lr_schedule": "wsd", "decay": 0, "steps": 4, "warmup": 1, "save_every": 4}
     blocks = {"model": DEEP, "mst": STACK, "training": steady}
     assert pool.run(attempt, 1, larger(tmp_path, small, "trunk", **blocks)) == [(0, "")]
@@ -177,7 +179,7 @@ def test_a_branch_of_a_grown_run_counts_what_its_trunk_has_cost(tmp_path, small)
     assert event["changes"] == ["training.steps 4 → 6", "training.decay 0 → 2"]
 
 
-def test_flops_are_told_beforehand(tmp_path, small, capsys):
+def test_flops_are_known_in_advance(tmp_path, small, capsys):
     config = tiny_run.config(tmp_path, model=WIDE)
     words = ["flops", "--config", str(config), "--method", "ligo", "--set", "mst.options.steps=4"]
     experiment = load(config, [f"mst.grow_from={small}", "mst.options.steps=4"], "ligo")
@@ -202,9 +204,9 @@ def test_flops_are_told_beforehand(tmp_path, small, capsys):
 
 
 @pytest.mark.parametrize(
-    ("more", "told"),
+    ("more", "reported"),
     [
-        (["--method", "rigl"], "mst.grow_from goes with methods ligo and stack, not with rigl: leave it out"),
+        (["--method", "rigl"], "mst.grow_from is for methods ligo and stack, not for rigl: leave it out"),
         (["--init", "gpt2"], "leave out --init"),
         (["--from", "nowhere"], "--from nowhere: there is no nowhere/config.json: give the folder of a run"),
         (["--from", "{corpus}"], "there is no {corpus}/config.json"),
@@ -217,11 +219,11 @@ def test_flops_are_told_beforehand(tmp_path, small, capsys):
     ],
     ids=str,
 )  # fmt: skip
-def test_what_cannot_be_is_refused_in_one_line(tmp_path, small, more, told):
+def test_impossible_requests_are_rejected_in_one_line(tmp_path, small, more, reported):
     places = {"small": small, "corpus": small.parent / "corpus"}
     argv = larger(tmp_path, small, "out", *(word.format(**places) for word in more), model=DEEP, mst=STACK)
     code, text = attempt(0, 1, argv)
-    assert code == 2 and told.format(**places) in text and text.count("\n") <= 1, text
+    assert code == 2 and reported.format(**places) in text and text.count("\n") <= 1, text
     assert not (tmp_path / "out").exists()
 
 
@@ -231,7 +233,7 @@ def test_a_growth_names_its_smaller_run(tmp_path):
     assert "method stack" in text
 
 
-def test_what_rank_0_alone_finds_is_refused_on_all(tmp_path, small):
+def test_an_error_on_rank_0_is_raised_on_all_ranks(tmp_path, small):
     """No whole checkpoint; one that does not say what it has cost; a loss that is no number."""
     empty, silent = tmp_path / "empty", tmp_path / "silent"
     for folder in (empty, silent):
@@ -242,7 +244,7 @@ def test_what_rank_0_alone_finds_is_refused_on_all(tmp_path, small):
     for manifest in (silent / "checkpoints").rglob("manifest.json"):
         manifest.unlink()
     rate = ["--set", "mst.options.rate=1e30"]
-    for run, more, mst, told in (
+    for run, more, mst, reported in (
         (empty, [], STACK, "holds no checkpoint"),
         (silent, [], STACK, "lacks flops"),
         (small, rate, LIGO, "mst.options.rate"),
@@ -251,10 +253,10 @@ def test_what_rank_0_alone_finds_is_refused_on_all(tmp_path, small):
         argv[argv.index("--from") + 1] = str(run)
         results = pool.run(attempt, 2, argv)
         assert [code for code, _ in results] == [2, 2], results
-        assert told in results[0][1] and results[0][1].count("\n") == 1 and results[1][1] == "", results
+        assert reported in results[0][1] and results[0][1].count("\n") == 1 and results[1][1] == "", results
 
 
-def test_a_loop_of_ones_own_is_told(small):
+def test_a_custom_loop_is_warned(small):
     config = {"train_batch_size": 2, "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}, "mst": {"method": "stack"}}
     with pytest.raises(ValueError, match=r"method stack grows a smaller run in mst_scale\.pretrain alone"):
         mst_scale.initialize(model=toy(), config=config)

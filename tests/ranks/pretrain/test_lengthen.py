@@ -67,7 +67,7 @@ def short(tmp_path_factory):
 
 
 @pytest.mark.parametrize(
-    ("more", "told"),
+    ("more", "reported"),
     [
         (["--set", "training.warmup=0.2"], "--set training.warmup=2"),
         (["--set", "training.lr_schedule=cosine"], "cosine"),
@@ -78,27 +78,27 @@ def short(tmp_path_factory):
         ),
     ],
 )
-def test_what_would_be_another_run_is_refused_in_one_line(tmp_path, short, more, told):
+def test_changes_to_the_run_are_rejected_in_one_line(tmp_path, short, more, reported):
     shutil.copytree(short, tmp_path, dirs_exist_ok=True)
-    if "decays" in told:
+    if "decays" in reported:
         shutil.rmtree(tmp_path / "out" / "checkpoints" / "step00000008")
     code, text, _ = run(tmp_path, "out", "--steps", "20", *more)
-    assert code == 2 and told in text and text.count("\n") <= 1, text
+    assert code == 2 and reported in text and text.count("\n") <= 1, text
     assert (tmp_path / "out" / "checkpoints" / "step00000012").is_dir()
 
 
-def test_a_schedule_that_begins_anew_at_a_share_of_the_run_is_refused(tmp_path):
+def test_a_restart_at_a_fraction_of_the_run_is_rejected(tmp_path):
     training = {**WSD, "restart": 0.5}
     assert run(tmp_path, "out", training=training)[:2] == (0, "")
     code, text, _ = run(tmp_path, "out", "--steps", "20", training=training)
     assert code == 2 and "training.restart" in text and text.count("\n") <= 1, text
 
 
-def test_phases_that_are_shares_of_the_run_are_refused(tmp_path):
+def test_phases_that_are_shares_of_the_run_are_rejected(tmp_path):
     assert run(tmp_path, "out", mst=MST)[:2] == (0, "")
     code, text, (line, _) = *run(tmp_path, "out", "--steps", "20", mst=MST)[:2], run(tmp_path, "out", mst=MST)[2]
-    told = "state mst.sparsity, mst.topology.interval and mst.attention.dense_from in steps (integers)"
-    assert code == 2 and told in text and text.count("\n") <= 1
+    reported = "set mst.sparsity, mst.topology.interval and mst.attention.dense_from in steps (integers)"
+    assert code == 2 and reported in text and text.count("\n") <= 1
     code, text, _ = run(tmp_path, "out", "--steps", "20", "--resume", "step00000012", mst=MST)
-    assert code == 2 and told in text and "step -" not in text and text.count("\n") <= 1, "there is no step to name"
-    assert line.startswith(f"{tmp_path / 'out'} is finished") and line.endswith(told)
+    assert code == 2 and reported in text and "step -" not in text and text.count("\n") <= 1, "there is no step to name"
+    assert line.startswith(f"{tmp_path / 'out'} is finished") and line.endswith(reported)

@@ -105,10 +105,10 @@ def test_a_run_is_exported_with_its_logits(tmp_path, tied):
     with torch.no_grad():
         torch.testing.assert_close(theirs(ids).logits, ours(ids), rtol=0, atol=1e-5)
     card = (tmp_path / "theirs" / "README.md").read_text()
-    assert "AutoModelForMaskedLM" in card and "[MASK] is the tokenizer's, or id 64" in card
+    assert "AutoModelForMaskedLM" in card and "[MASK] is that of the tokenizer, or id 64" in card
     pruned = export(tmp_path / "out", tmp_path / "pruned", prune=0.9)
     assert pruned.losses["before"] == pytest.approx(tiny_run.rows(tmp_path / "out")[-1]["val_loss"], rel=1e-5)
-    with pytest.raises(ValueError, match="is a BERT: it fills in masked tokens, and predicts no next token"):
+    with pytest.raises(ValueError, match="is a BERT, which predicts masked tokens"):
         open_source(tmp_path / "out")
 
 
@@ -128,7 +128,7 @@ def without_an_id_for_the_mask(folder: Path) -> list[str]:
         (without_an_id_for_the_mask, "which this corpus lacks; set model.vocab_size to 258 or use another corpus"),
     ],
 )
-def test_what_does_not_fit_costs_one_line(tmp_path, wrong, message):
+def test_a_mismatch_is_one_line(tmp_path, wrong, message):
     results = pool.run(attempt, 2, wrong(tmp_path))
     assert [code for code, _ in results] == [2, 2], results
     said = [text for _, text in results if message in text]

@@ -18,6 +18,8 @@ from mst_scale.models.gpt import GPT
 from tests.support import pool, tiny_run
 from tests.support.whole_runs import arguments, attempt, weights, without_times
 
+pytestmark = pytest.mark.full
+
 FUNCTIONS = [name for name, method in METHODS.items() if method.function]
 ADAM = {"type": "AdamW", "params": {"lr": 1e-2, "betas": [0.9, 0.95], "weight_decay": 0.1, "torch_adam": True}}
 MORE = {
@@ -58,7 +60,7 @@ def halved(monkeypatch):
     exec(example(), {})
 
 
-def test_a_method_of_ones_own(tmp_path, halved):
+def test_a_custom_method(tmp_path, halved):
     check_run(tmp_path, "halved", 1, attempt_example)
 
 

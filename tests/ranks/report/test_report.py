@@ -51,6 +51,7 @@ def report(capsys, *argv: str) -> dict:
     return json.loads(capsys.readouterr().out)
 
 
+@pytest.mark.full
 def test_a_real_run_draws_every_figure_as_page_png_and_svg(tmp_path, capsys):
     block = {"model": {"n_layer": 2}, "training": {"steps": 30, "eval_every": 10, "save_every": 0}}
     assert pool.run(attempt, 2, arguments(tmp_path, mst=MST, **block)) == [(0, "")] * 2
@@ -345,6 +346,7 @@ def test_the_same_run_twice_is_refused(compared, capsys):
     assert "is given twice" in capsys.readouterr().err
 
 
+@pytest.mark.full
 def test_watch_draws_anew_until_the_run_ends(tmp_path, capsys):
     folder = runs.write(tmp_path / "run", until=300, blocks=1)
     page = folder / "report" / "index.html"

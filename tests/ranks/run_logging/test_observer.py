@@ -1,6 +1,7 @@
 """What the observer sees of sharded weights is what they are, on any ZeRO stage; looking changes nothing."""
 
 import math
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -11,6 +12,7 @@ import torch
 import mst_scale
 from mst_scale.comm import Ranks
 from mst_scale.config import load
+from mst_scale.engine.targets import choose_targets
 from mst_scale.mixed_growing.config import TopologyConfig
 from mst_scale.run_logging import snapshots
 from mst_scale.run_logging.observer import Observer, cell_sums, phase_ends, snapshot_of_checkpoint
@@ -44,10 +46,12 @@ def look_and_gather(rank, world, stage, folder, method):
     raw = mst_config(stage, world, method=method)
     engine, *_ = mst_scale.initialize(model=toy(), config=raw)
     ranks = Ranks(rank, rank, world, torch.distributed.group.WORLD)
-    observer = Observer(engine, load(raw), Path(folder), ranks, step=0)
+    experiment = load(raw)
+    targets = partial(choose_targets, engine.module, experiment.mst.targets)
+    observer = Observer(engine, experiment, Path(folder), ranks, step=0, choose_targets=targets)
     train(engine, rank, world, 24)
     before = [observer.shards.weight(i).clone() for i in range(3)]
-    seen = observer.look(24, "ultra")
+    seen = observer.snapshot(24, "ultra")
     assert all(torch.equal(a, observer.shards.weight(i)) for i, a in enumerate(before))
     histograms = observer._histograms({m.name: m.largest for m in seen.matrices})
     engine.save_checkpoint(folder, tag="saved")
@@ -66,18 +70,18 @@ def test_moments_pictures_and_histograms_are_those_of_the_whole_weights(tmp_path
     assert [m.name for m in seen.matrices] == ["up.weight", "down.weight", "out.weight"]
     assert 0.5 < seen.sparsity < 0.9 and seen.parameters == sum(p.numel() for p in toy().parameters())
     for m in seen.matrices:
-        w, alive = weights[m.name].astype(np.float64), masks[m.name]
-        assert m.shape == w.shape and m.active == alive.sum() and 0 < m.active < w.size
+        w, kept = weights[m.name].astype(np.float64), masks[m.name]
+        assert m.shape == w.shape and m.active == kept.sum() and 0 < m.active < w.size
         # sums of at most 481 float32 in another order
         assert m.mean == pytest.approx(w.mean(), rel=1e-6, abs=1e-8)
         assert m.std == pytest.approx(w.std(), rel=1e-6)
-        assert m.std_active == pytest.approx(w[alive > 0].std(), rel=1e-6)
+        assert m.std_active == pytest.approx(w[kept > 0].std(), rel=1e-6)
         assert m.largest == np.abs(w).max()
         np.testing.assert_allclose(seen.weights[m.name], cells_by_hand(np.abs(w), 6), rtol=1e-5)
-        np.testing.assert_allclose(seen.active[m.name], cells_by_hand(alive, 6), rtol=1e-6)
+        np.testing.assert_allclose(seen.active[m.name], cells_by_hand(kept, 6), rtol=1e-6)
         edges, counts = histograms[m.name]
         assert sum(counts) == m.active and min(counts) >= 0
-        expected, _ = np.histogram(w[alive > 0].astype(np.float32), np.float32(edges))
+        expected, _ = np.histogram(w[kept > 0].astype(np.float32), np.float32(edges))
         assert np.abs(np.array(counts) - expected).sum() <= 4, "but for weights on a border"
     for other in results[1:]:
         assert other[0].matrices == seen.matrices, "every rank sees the same"
@@ -120,7 +124,9 @@ def looks(rank, world, folder, spent):
     raw = mst_config(1, world)
     engine, *_ = mst_scale.initialize(model=toy(), config=raw)
     ranks = Ranks(rank, rank, world, torch.distributed.group.WORLD)
-    observer = Observer(engine, load(raw), Path(folder), ranks, step=1)
+    experiment = load(raw)
+    targets = partial(choose_targets, engine.module, experiment.mst.targets)
+    observer = Observer(engine, experiment, Path(folder), ranks, step=1, choose_targets=targets)
     train(engine, rank, world, 20)
     writer = Writer()
     engine.monitor.tb_monitor = SimpleNamespace(summary_writer=writer if rank == 0 else None)
@@ -132,7 +138,7 @@ def looks(rank, world, folder, spent):
     return writer.images, writer.histograms, observer.spent - before
 
 
-def test_tensorboard_sees_weights_beside_masks_and_only_while_it_costs_less_than_a_hundredth(tmp_path):
+def test_tensorboard_shows_weights_next_to_masks_while_it_takes_less_than_one_percent(tmp_path):
     first, *others = pool.run(looks, 3, str(tmp_path), 0.0)
     images, histograms, seconds = first
     assert sorted(images) == [f"mst_weights_and_mask/{name}.weight" for name in ("down", "out", "up")]
@@ -165,7 +171,7 @@ def test_phase_ends_are_the_last_steps_of_each_phase():
     assert [schedule.at(step).phase for step in sorted(phase_ends(schedule))] == ["warmup", "ultra", "restore", "dense"]
 
 
-def test_a_snapshot_comes_back_from_disk_and_a_damaged_one_is_named(tmp_path):
+def test_a_snapshot_is_read_back_and_a_damaged_one_is_named(tmp_path):
     rng = np.random.default_rng(3)
     cells = {"a.0.b": rng.random((6, 5)).astype(np.float32)}
     matrix = snapshots.Matrix("a.0.b", (600, 500), 30_000, 1e-4, 0.02, 0.05, 0.4)
@@ -217,7 +223,10 @@ def test_a_run_keeps_phase_ends_shows_the_rest_in_tensorboard_and_trains_as_if_u
     assert "mst_weights_and_mask/blocks.0.attention.qkv.weight" in tags["images"]
     assert "mst_living_weights/blocks.0.mlp.up.weight" in tags["histograms"]
     first = events.Histograms("mst_living_weights/blocks.0.mlp.up.weight")[0]
-    assert first.step == 32 and 0 < first.histogram_value.num < 16 * 64, "of the living alone, by samples"
+    assert first.step % 32 == 0, (
+        "a busy machine leaves out the first ones, so that less than 1 % of the time goes there"
+    )
+    assert 0 < first.histogram_value.num < 16 * 64, "of active weights only, by samples"
 
 
 def test_a_run_set_back_forgets_later_snapshots(tmp_path):

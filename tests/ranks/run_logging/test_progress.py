@@ -28,7 +28,7 @@ def test_clock(seconds, text):
     assert clock(seconds) == text
 
 
-def test_plain_lines_where_there_is_no_terminal():
+def test_plain_lines_without_a_terminal():
     out = io.StringIO()
     line = ProgressLine(100, 0, out)
     line.show(ROW)
@@ -99,7 +99,7 @@ def test_topology_steps_count_as_often_as_they_came():
     assert found.slower
 
 
-def test_a_run_says_once_that_its_sparse_steps_are_slower():
+def test_a_run_warns_once_that_its_sparse_steps_are_slower():
     times = filled(dense=(20, 10.0), sparse=(40, 12.0))
     said = times.warning()
     assert re.search(r"12\.0 ms.* 10\.0 ms", said) and times.warning() is None
@@ -107,7 +107,7 @@ def test_a_run_says_once_that_its_sparse_steps_are_slower():
     assert filled(dense=(20, 10.0), sparse=(40, 10.2)).warning() is None, "within the noise of two medians"
 
 
-def test_too_few_steps_say_nothing():
+def test_too_few_steps_give_no_warning():
     assert filled(sparse=(40, 12.0)).comparison is None, "a run that is never dense"
     assert filled(dense=(FEWEST["dense"] + FIRST - 1, 1.0), sparse=(40, 12.0)).comparison is None
     assert filled(dense=(20, 1.0), sparse=(FEWEST["sparse"] + FIRST - 1, 12.0)).comparison is None
@@ -120,7 +120,7 @@ def test_the_first_steps_of_a_kind_and_single_long_ones_do_not_count():
     assert times.comparison.sparse_ms == pytest.approx(6.0)
 
 
-def test_dense_weights_under_sparse_attention_stand_for_dense_steps_until_there_are_some():
+def test_dense_weights_with_sparse_attention_replace_dense_steps_at_first():
     assert filled(dense_weights=(20, 8.0), sparse=(40, 6.0)).comparison.dense_ms == pytest.approx(8.0)
     both = filled(dense_weights=(20, 8.0), sparse=(40, 6.0), dense=(20, 10.0))
     assert both.comparison.dense_ms == pytest.approx(10.0)
@@ -153,7 +153,7 @@ def shown_by(rank, world, argv):
         ProgressLine._put = put
 
 
-def test_a_whole_run_shows_step_times_beside_its_flops(tmp_path):
+def test_a_whole_run_shows_step_times_next_to_its_flops(tmp_path):
     block = {
         "training": {"steps": 100, "log_every": 50, "eval_every": 0, "save_every": 0},
         "mst": {

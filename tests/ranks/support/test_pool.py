@@ -37,11 +37,11 @@ def leave_a_variable(rank: int, world: int) -> str | None:
     return found
 
 
-def test_no_call_sees_what_the_one_before_has_put_into_the_environment():
+def test_no_call_sees_the_environment_of_the_previous_one():
     assert [pool.run(leave_a_variable, 1) for _ in range(2)] == [[None], [None]]
 
 
-def test_an_error_on_one_rank_ends_all_and_says_which():
+def test_an_error_on_one_rank_ends_all_and_names_it():
     with pytest.raises(pool.RankError, match=r"rank 1 of 2(.|\n)*rank one has had enough"):
         pool.run(fail_on_rank_one, 2)
     assert pool.run(total, 2, 1) == [3, 3], "the next call starts fresh processes"

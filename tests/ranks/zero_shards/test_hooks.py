@@ -26,8 +26,9 @@ def of(model, stage, world, precision="fp32", **extra):
 
 def test_the_list_is_in_order_and_for_this_deepspeed():
     assert [hook.name for hook in HOOKS] == [
-        "plain step", "plain loss", "powers of beta", "parts of sequences", "universal checkpoints", "step",
-        "before update", "held update", "muon's dtype", "muon", "update", "checkpoints", "layout", "loading",
+        "plain step", "norm in float64", "plain loss", "powers of beta", "parts of sequences",
+        "universal checkpoints", "step", "before update", "held update", "muon's dtype",
+        "muon", "update", "checkpoints", "consolidated weights", "layout", "loading",
     ]  # fmt: skip
     first, below = map(Version, versions.SUPPORTED_DEEPSPEED)
     for hook in HOOKS:
@@ -101,6 +102,29 @@ def scaled(rank, world):
     model = toy()
     model(*toy_batch(0, rank)).backward()
     return float(found / model.up.weight.grad.norm())
+
+
+def norms(rank, world, stage, exact):
+    """The norm that DeepSpeed reports, and that of the gradients of all ranks together in float64."""
+    engine = of(toy(), stage, world, gradient_clipping=0.05)
+    if stage == 0:
+        zero_shards.step.guard_plain_step(engine)
+    if exact:
+        zero_shards.step.norm_in_float64(engine)
+    engine.backward(engine(*toy_batch(0, rank)))
+    engine.step()
+    return float(engine.get_global_grad_norm())
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_norm_in_float64(stage):
+    """DeepSpeed still takes the norm from `get_grad_norm_direct`, and ours is the rounded norm of all gradients."""
+    model = toy()
+    sum(model(*toy_batch(0, position)) for position in range(2)).div(2).backward()
+    exact = sum(p.grad.double().square().sum() for p in model.parameters()).sqrt()
+    found = pool.run(norms, 2, stage, True)
+    assert found[0] == found[1] == pytest.approx(float(exact), rel=1e-6)
+    assert found[0] == pytest.approx(pool.run(norms, 2, stage, False)[0], rel=1e-6)
 
 
 def test_plain_loss():

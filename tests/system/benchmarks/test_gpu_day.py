@@ -21,6 +21,8 @@ from mst_scale.benchmarks import attention, gpu_day
 from mst_scale.hybrid_sparse_attention import tiles
 from tests.support import triton_interpreter
 
+pytestmark = pytest.mark.full
+
 TINY = """
 import os, sys, time
 from pathlib import Path
@@ -129,13 +131,13 @@ def test_masks_that_differ_are_seen(monkeypatch, tmp_path):
     assert len(devices) == 2
 
 
-def test_no_case_stops_the_day_and_the_same_command_goes_on(tmp_path):
+def test_no_case_stops_the_run_and_the_same_command_continues_it(tmp_path):
     program = tmp_path / "fake.py"
     program.write_text(FAKE)
     out = tmp_path / "out"
     words = [sys.executable, str(program), "--tiny", "--minutes", "5", "--out", str(out), "--json"]
-    code, told, screen = run(words)
-    rows = {row["case"]: row for row in told["rows"]}
+    code, reported, screen = run(words)
+    rows = {row["case"]: row for row in reported["rows"]}
     assert code == 1 and list(rows) == ["well", "crash", "fail", "hang", "off", "beside", "late", "further cases"]
     assert "ended with code -11" in rows["crash"]["failed"]
     assert rows["fail"]["failed"] == "RuntimeError: out of luck"
@@ -145,8 +147,8 @@ def test_no_case_stops_the_day_and_the_same_command_goes_on(tmp_path):
     assert "| off | WRONG: off by 3 |" in (out / "gpu_day.md").read_text()
 
     (tmp_path / "fake.py.mended").touch()
-    code, told, screen = run([*words, "--parts", "first"])
-    again = {row["case"]: row for row in told["rows"]}
+    code, reported, screen = run([*words, "--parts", "first"])
+    again = {row["case"]: row for row in reported["rows"]}
     assert again["fail"]["said"] == "well" and again["well"] == rows["well"] and again["off"] == rows["off"]
     assert "  well:" not in screen, "what is there is not measured again"
 
@@ -188,14 +190,14 @@ def test_results_of_another_machine_are_not_mixed(tmp_path):
         Book(tmp_path).begin({"gpu": "B", "torch": "2", "start": 3})
 
 
-def test_without_a_gpu_it_says_what_to_do(tmp_path):
+def test_without_a_gpu_the_error_has_a_fix(tmp_path):
     if torch.cuda.is_available():
         pytest.skip("there is a device")
     with pytest.raises(ValueError, match="no CUDA device here: --tiny"):
         gpu_day.main(["--out", str(tmp_path / "day")])
-    with contextlib.redirect_stdout(io.StringIO()) as told, pytest.raises(SystemExit):
+    with contextlib.redirect_stdout(io.StringIO()) as reported, pytest.raises(SystemExit):
         gpu_day.main(["--help"])
-    assert all(name in told.getvalue() for name in PARTS)
+    assert all(name in reported.getvalue() for name in PARTS)
 
 
 def test_the_roofline_of_attention_by_hand(monkeypatch):

@@ -18,6 +18,8 @@ from mst_scale.plan.setting import setting_of
 from tests.support import pool, tiny_run
 from tests.support.whole_runs import MST
 
+pytestmark = pytest.mark.full
+
 TOPOLOGY = {"interval": 2, "check_every": 0}
 BLOCKS = {"mst": {**MST, "topology": TOPOLOGY}, "training": {"steps": 200}, "zero_optimization": {"stage": 2}}
 
@@ -67,7 +69,7 @@ def test_every_phase_against_dense(found):
     assert found["setting"]["peak_is"].startswith("measured") and found["machine"]["deepspeed"]
 
 
-def test_the_flop_rate_is_what_the_ledger_counts(found, tmp_path):
+def test_the_flop_rate_is_that_of_the_ledger(found, tmp_path):
     row, model = found["rows"][3], load(tiny_run.config(tmp_path, **BLOCKS)).model
     needed = row["baseline_flops_per_s"] * row["baseline_ms"] / 1e3
     assert needed == pytest.approx(4 * dense_step_flops(model, "causal").total, rel=0.01)  # ms are rounded
@@ -124,7 +126,7 @@ def test_under_the_deepspeed_launcher(tmp_path):
     assert "| ultra |" in (tmp_path / "step.md").read_text()
 
 
-def test_a_launchers_rank_says_a_mistake_in_one_line():
+def test_a_launched_rank_prints_an_error_in_one_line():
     child = subprocess.run(
         [sys.executable, "-m", "mst_scale.benchmarks.step", "--config", "nope.json"],
         env=tiny_run.environment(), cwd=tiny_run.ROOT, capture_output=True, text=True, timeout=120, check=False,
@@ -204,8 +206,8 @@ def curve(kind: str, ranks: int, tokens: int) -> dict:
         "baseline_tokens_per_s": tokens,
         "ours_parts_ms": {"communication": 1.0}, "baseline_parts_ms": {"communication": 1.5},
     }  # fmt: skip
-    told = {"model": "m", "method": "mst", "backend": "dense", "zero_stage": 1, "dtype": "float32", "rounds": 3}
-    setting = {"ranks": ranks, "sequences_per_rank": micro, **told}
+    reported = {"model": "m", "method": "mst", "backend": "dense", "zero_stage": 1, "dtype": "float32", "rounds": 3}
+    setting = {"ranks": ranks, "sequences_per_rank": micro, **reported}
     return {"rows": [row], "setting": setting, "machine": {"cpu": "c"}}
 
 
@@ -228,7 +230,7 @@ def test_scaling_measures_each_number_of_ranks(tmp_path, monkeypatch, capsys):
     assert "<svg" in (tmp_path / "weak.svg").read_text()
 
 
-def test_what_a_rank_refuses_costs_one_line(monkeypatch, capsys):
+def test_an_error_of_a_rank_is_one_line(monkeypatch, capsys):
     monkeypatch.chdir(tiny_run.ROOT)
     words = ["--ranks", "2", "--set", "train_batch_size=16", "--set", "mst.compute.backend=block"]
     assert cli.main(["bench", "step", "--config", "ds_configs/demo.json", *words]) == 2
@@ -253,7 +255,7 @@ def test_as_many_layers_as_fit(monkeypatch):
         layers_that_fit(ours, baseline, 1, 1e9)
 
 
-def test_without_a_gpu_its_rows_say_so(capsys):
+def test_without_a_gpu_its_rows_have_a_reason(capsys):
     if torch.cuda.is_available():
         pytest.skip("there is a device")
     assert cli.main(["bench", "step", "--device", "cuda", "--json"]) == 0
@@ -296,5 +298,5 @@ def test_scaling_from_files(tmp_path, capsys):
         assert "<svg" in picture.read_text()
         assert scaling.main(["--from", *map(str, some), "--markdown"]) == 0
         assert f"| {kind} | 4 |" in capsys.readouterr().out
-    with pytest.raises(ValueError, match="neither the same sequences a rank nor the same global batch"):
+    with pytest.raises(ValueError, match="neither the same sequences per rank nor the same global batch"):
         scaling.main(["--from", str(files[0]), str(files[4]), str(files[5])])

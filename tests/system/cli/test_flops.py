@@ -113,7 +113,7 @@ def test_dense_short(capsys):
             ["--config", CONFIG, "--method", "dense-short", "--match-flops", "nope.json"],
             "nope.json: no such config file",
         ),
-        (["--config", CONFIG, "--match-flops", CONFIG], "goes with method dense-short"),
+        (["--config", CONFIG, "--match-flops", CONFIG], "is for method dense-short"),
         (["--config", CONFIG, "--set", "mst.sparsity.max=1"], "mst.sparsity.max must be"),
         (["--config", CONFIG, "--set", "mst.sparsity.warmup=150000"], "do not fit in 140000 steps"),
         (["--config", CONFIG, "--ranks", "0"], "--ranks must be at least 1"),
@@ -142,7 +142,7 @@ def test_it_answers_without_torch_and_deepspeed():
     )
 
 
-def test_what_the_paper_quotes_of_others_beside_what_is_counted(capsys):
+def test_reductions_that_the_paper_quotes_next_to_our_count(capsys):
     found = {row["name"]: row for row in json.loads(ask(capsys, "--paper", "--json"))["related"]}
     assert [row["quoted"] for row in found.values()] == [2.0, 2.2, 2.2, 2.5, 2.6, 4.0], "as printed in its table 1"
     assert found["SPDF"]["reduction"] == pytest.approx(2.5, abs=0.02) and found["LiGO"]["reduction"] is None

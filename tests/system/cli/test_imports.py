@@ -33,7 +33,7 @@ def imported(*commands: list[str]) -> dict[str, list[str]]:
     return json.loads(child.stdout)
 
 
-def test_what_each_verb_imports(tmp_path):
+def test_the_imports_of_each_command(tmp_path):
     folder = str(sealed(tmp_path / "step00000040", whole(1)))
     light = imported(
         ["--version"],

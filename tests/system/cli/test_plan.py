@@ -11,6 +11,8 @@ from mst_scale.flops.formulas import newton_schulz_flops
 from mst_scale.sparse_linear import crossovers
 from tests.support.tiny_run import ROOT, environment
 
+pytestmark = pytest.mark.full
+
 CONFIGS = ROOT / "ds_configs"
 
 
@@ -45,22 +47,16 @@ def test_a_conclusion_and_tables_that_fit_100_columns(name, gpus, capsys):
 
 
 def test_masked_dense_layers_are_promised_flops_only(capsys, monkeypatch):
+    words, only = [*config("gpt3_1.3b"), "--gpus", "32"], "save FLOPs only"
     for backend in ("dense", "auto"):
-        words = [*config("gpt3_1.3b"), "--gpus", "32", "--set", f"mst.compute.backend={backend}"]
-        assert "FLOPs only" in said(capsys, *words)
-        plan = json.loads(said(capsys, *words, "--json"))
-        t = plan["dense_step"]
-        for phase in plan["phases"]:
-            assert phase["best_seconds"] >= t["total"] - t["attention"], "no time is taken off the matrix products"
-    blocks = ["--set", 'mst.topology.granularity={"block": 32}']
-    words = [*config("gpt3_1.3b"), "--gpus", "32", *blocks]
-    assert "FLOPs only" in said(capsys, *words), "auto: nothing is measured, so masked dense"
+        assert only in said(capsys, *words, "--set", f"mst.compute.backend={backend}")
+    words += ["--set", 'mst.topology.granularity={"block": 32}']
+    assert only in said(capsys, *words), "auto: nothing is measured, so masked dense"
     text = said(capsys, *words, "--set", "mst.compute.backend=block")
-    assert "FLOPs only" not in text and "not measured on GPUs for blocks" in text
-    assert "for the weight gradients of inactive weights" in text and "MB of masks" in text
+    assert only not in text and "MB of masks" in text
     row = {"backend": "block", "dtype": "bfloat16", "block": 32, "shape": [4096, 1024], "sparsity": 0.9}
     monkeypatch.setattr(crossovers, "table", lambda: [row])
-    assert "not measured on GPUs for blocks" in said(capsys, *words), "auto: its table has a row of this side"
+    assert only not in said(capsys, *words), "auto: its table has a row of this side"
 
 
 def test_the_best_setting_and_its_gain_come_first(capsys):
@@ -95,53 +91,24 @@ def test_a_plan_without_a_gain_says_so_first(capsys):
 def test_what_blocks_of_each_side_are_expected_to_gain(capsys):
     words = [*config("gpt2_small"), "--gpus", "8"]
     text = said(capsys, *words)
-    (first,) = [line for line in text.splitlines() if line.startswith("Expected, not measured: ")]
-    assert "days for the run (÷" in first and "single weights" in text and "masked dense" in text
     (products,) = [line.split()[2:] for line in text.splitlines() if line.startswith("its products")]
     assert products[0] == "÷1.00" and len(products) == 5, "single weights, 16, 32, 64, 128"
     blocks = ["--set", "mst.compute.backend=block", "--set", "mst.topology.granularity.block=16"]
     text = said(capsys, *words, *blocks)
-    assert (
-        "restore: blocks are expected to be slower than dense products there" in text
-        and max(map(len, text.splitlines())) <= 100
-    )
+    assert "restore: blocks are expected to be slower than dense products there" in text
+    assert max(map(len, text.splitlines())) <= 100
     plan = json.loads(said(capsys, *words, *blocks, "--json"))
     found = plan["expected"]
     assert [row["side"] for row in found["by_side"]] == [1, 16, 32, 64, 128]
-    assert set(found["by_side"][1]) == {"side", "seconds", "speedup", "products", "decides"}
-    assert found["what"] == "expected, not measured" and found["assumptions"]["tile_tokens"] == 128
     assert found["by_side"][1]["speedup"] == pytest.approx(found["ultra_speedup"]) and found["run_speedup"] > 1
-    for when in ("not_below", "seconds"):
-        assert (plan["sparsest_step"]["expected"] > plan["sparsest_step"][when]) == (when == "not_below")
-    assert plan["gpu_hours_bound"] < plan["gpu_hours_expected"] < plan["gpu_hours_dense"]
-    assert all(phase["expected_seconds"] >= phase["best_seconds"] for phase in plan["phases"])
+    assert plan["gpu_hours_expected"] < plan["gpu_hours_dense"]
     slow = json.loads(said(capsys, *words, *blocks, "--efficiency", "l2=0.2", "--json"))
     assert slow["expected"]["ultra_speedup"] < found["ultra_speedup"] and slow["efficiency"]["l2"] == 0.2
 
 
-def test_channels_are_spoken_of_as_channels(capsys):
+def test_channels_are_not_offered_as_blocks(capsys):
     text = said(capsys, *config("gpt2_small"), "--gpus", "8", "--set", "recipe=mst-channels")
-    assert "not measured on GPUs for whole channels" in text and "nothing is ranked: no weight or gradient" in text
-    assert "to choose: --set" not in text and "blocks of weights" not in text
-
-
-@pytest.mark.parametrize(("recipe", "read"), [("paper", "weights and gradients"), ("mst-best", "weights")])
-def test_what_a_topology_step_reads_is_what_its_growth_reads(recipe, read, capsys):
-    text = said(capsys, *config("gpt2_small"), "--gpus", "8", "--set", f"recipe={recipe}")
-    assert f" to read {read}\n" in text
-
-
-def test_activations_with_and_without_checkpointing(capsys):
-    words = [*config("gpt3_1.3b"), "--gpus", "32"]
-    both = json.loads(said(capsys, *words, "--json"))["activations"]
-    for word, name in (("false", "without_checkpointing"), ("true", "with_checkpointing")):
-        again = [*words, "--set", f"model.activation_checkpointing={word}", "--set", "train_micro_batch_size_per_gpu=8"]
-        plan = json.loads(said(capsys, *again, "--json"))
-        assert plan["memory"]["activations"] == plan["activations"][name]
-    assert both["with_checkpointing"]["kept"] < both["without_checkpointing"]["kept"] / 5
-    kept = [f"({both[f'{name}_checkpointing']['kept'] / 1e9:.1f} kept" for name in ("without", "with")]
-    (line,) = [line for line in said(capsys, *words).splitlines() if line.startswith("GB of activations ")]
-    assert all(word in line for word in kept) and len(line) <= 100
+    assert "save FLOPs only" not in text and "to choose: --set" not in text
 
 
 def test_a_short_dense_run_is_planned_at_its_length(capsys):
@@ -178,7 +145,7 @@ def test_json_has_everything(capsys):
     assert [phase["name"] for phase in plan["phases"]] == ["warmup", "ultra", "restore", "dense"]
     assert list(plan["topology_step"]["seconds"]) == ["1", "4", "16", "64", "256", "1024", "4096", "16384"]
     assert plan["communication"]["payload"]["all-reduce"] >= 2 * plan["parameters"]
-    assert plan["flops_relative"] < 0.3 and plan["gpu_hours_bound"] < plan["gpu_hours_dense"]
+    assert plan["flops_relative"] < 0.3
     assert 0.2 < plan["dense_step"]["mfu"] < 0.6
     assert set(plan["recommended"]) >= {"setting", "memory", "set", "step_seconds"}
 
@@ -186,15 +153,13 @@ def test_json_has_everything(capsys):
 def test_who_shares_what_and_why(capsys):
     words = [*config("gpt3_13b"), "--nodes", "8"]
     text = said(capsys, *words, "--tp", "2", "--gpus-per-node", "8")
-    assert "\ntensor 2 × " in text and "--set tensor_parallel.autotp_size=2" in text and "NVLink" in text
+    assert "\ntensor 2 × " in text and "--set tensor_parallel.autotp_size=2" in text
     plan = json.loads(said(capsys, *words, "--json"))
     assert plan["layout"] == {"tensor": 1, "sequence": 1, "pipeline": 1, "data": 64}
     assert plan["times"] == "expected by a roofline, not measured"
-    assert [link["shared"] for link in plan["links"]] == ["data"] and plan["links"][0]["over"] == "network"
-    assert plan["recommended"]["why"][0].startswith("data 64: ") and plan["recommended"]["why"][1].startswith("next: ")
+    assert plan["sent"] == {"data": plan["communication"]["sent_per_rank"]}
     times = [row["step_seconds"] for row in plan["layouts"]]
     assert times == sorted(times) and len(times) > 20
-    assert plan["sparsest_step"]["not_below"] < plan["sparsest_step"]["seconds"] == plan["dense_step"]["total"]
     slow = json.loads(said(capsys, *words, "--network", "100", "--json"))
     assert slow["dense_step"]["communication"] > 10 * plan["dense_step"]["communication"]
 

@@ -113,7 +113,7 @@ def assert_named(folder, processes, victim, how):
 @pytest.mark.parametrize(("moment", "victim"), [("step", 1), ("save", 0), ("step", 0)])
 def test_a_frozen_rank_is_named_and_the_others_end(tmp_path, moment, victim):
     processes = start(tmp_path / "logs", 3, freeze, moment, victim, str(tmp_path / "saved"))
-    assert_named(tmp_path / "logs", processes, victim, "no sign of life")
+    assert_named(tmp_path / "logs", processes, victim, "no heartbeat")
     assert forked.end(processes, 0)[victim] is None, "it was frozen, and is killed by us"
 
 
@@ -127,7 +127,7 @@ def killed(victim):
 
 def test_a_killed_rank_is_named_and_the_others_end(tmp_path):
     processes = start(tmp_path, 3, killed, 1)
-    assert_named(tmp_path, processes, 1, "gone without a word")
+    assert_named(tmp_path, processes, 1, "gone without a message")
 
 
 def fails_alone():
@@ -263,7 +263,7 @@ def cannot_meet():
 def test_ranks_that_cannot_meet_train_unwatched_and_say_so(tmp_path):
     processes = start(tmp_path, 3, cannot_meet)
     assert forked.end(processes, 120) == [0, 0, 0], said(tmp_path, 2)
-    assert "not watched (rank 2 cannot reach rank 0" in said(tmp_path, 2)
+    assert "not monitored (rank 2 cannot reach rank 0" in said(tmp_path, 2)
 
 
 def trainer_freezes(folder):
@@ -287,5 +287,5 @@ def trainer_freezes(folder):
 
 def test_a_frozen_rank_of_trainer_is_named(tmp_path):
     processes = start(tmp_path / "logs", 2, trainer_freezes, tmp_path / "out")
-    assert_named(tmp_path / "logs", processes, 1, "no sign of life")
+    assert_named(tmp_path / "logs", processes, 1, "no heartbeat")
     forked.end(processes, 0)

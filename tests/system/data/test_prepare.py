@@ -381,6 +381,7 @@ def test_a_folder_that_cannot_be_made_is_one_line(tmp_path: Path):
         make(jsonl(tmp_path / "a.jsonl", TEXTS), tmp_path / "file" / "out")
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("kind", ["txt", "parquet"])
 def test_memory_is_bounded_for_a_file_beyond_the_bound(tmp_path: Path, kind: str):
     """210 MB in one text file, and in one row group; the main process may hold 192 MiB, a worker 96 MiB."""

@@ -34,13 +34,12 @@ def read(source: object, **recipe: object) -> dict[str, list[str]]:
     opened = open_source(Recipe(named, "byte", **recipe))  # type: ignore[arg-type]
     documents: dict[str, list[str]] = {"train": [], "val": []}
     unfinished = {"train": "", "val": ""}
-    for chunk in opened.chunks():
-        for split, text, ends in opened.read(chunk.work):
-            name = "val" if split == VAL else "train"
-            unfinished[name] += text
-            if ends:
-                documents[name].append(unfinished[name])
-                unfinished[name] = ""
+    for split, text, ends, _ in opened.pieces():
+        name = "val" if split == VAL else "train"
+        unfinished[name] += text
+        if ends:
+            documents[name].append(unfinished[name])
+            unfinished[name] = ""
     assert not any(unfinished.values())
     return documents
 
@@ -309,9 +308,9 @@ def test_the_hub_is_read_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     own = hub(name, Recipe(name, "byte", val_split="validation"))
     assert own.description == {"rows": [50, 10]}
     stream = hub(name, Recipe(name, "byte", val_fraction=0.1, stream=True))
-    pieces = [piece for chunk in stream.chunks() for piece in stream.read(chunk.work)]
-    assert [piece.text for piece in pieces] == TEXTS[:50]
-    assert [piece.split == VAL for piece in pieces] == [n % 10 == 0 for n in range(50)]
+    found = list(stream.pieces())
+    assert [piece.text for piece in found] == TEXTS[:50]
+    assert [piece.split == VAL for piece in found] == [n % 10 == 0 for n in range(50)]
     with pytest.raises(UserError, match="repo"):
         hub(name, Recipe(name, "byte", split="nosuch"))
 

@@ -25,16 +25,16 @@ from tests.support import pool, tiny_run
 from tests.support.forked import context
 
 QUICK = {
-    "build locks", "ranks meet", "Python", "torch", "DeepSpeed", "Triton", "apex", "GPU driver", "nvcc", "C++ compiler",
+    "build locks", "ranks meet", "Python", "torch", "DeepSpeed", "Triton", "apex", "GPU", "nvcc", "C++ compiler",
     "ninja", "memory", "disk, this folder", "disk, kernels", "disk, DeepSpeed", "shared memory", "ranks",
     "random numbers", "threads", "devices",
 }  # fmt: skip
 HERE = QUICK | {
-    "attention, cpp", "attention, triton", "linear, compiled", "linear, MKL", "linear, blocks", "linear, 2:4",
+    "attention, cpp", "attention, triton", "linear, compiled", "linear, blocks", "linear, 2:4",
     "training, ZeRO 0", "training, ZeRO 1", "training, ZeRO 3", "auto, attention", "auto, linear",
 }  # fmt: skip
 ALONE = HERE | {"collectives"}
-BETWEEN = {"same software", "clocks", "small all-reduce", "all-gather", "reduce-scatter"}
+BETWEEN = {"same software", "clocks", "small all-reduce", "all-gather"}
 TOGETHER = HERE | BETWEEN
 
 
@@ -70,10 +70,10 @@ def test_one_process_on_a_healthy_machine_as_it_is_typed(tmp_path):
     assert child.returncode == 0, child.stdout + child.stderr
     findings = found(child.stdout)
     assert set(findings) == ALONE and not [one for one in findings.values() if one["verdict"] == WRONG]
-    assert all(set(one) == {"name", "verdict", "said", "cure", "numbers"} for one in findings.values())
-    assert findings["collectives"]["verdict"] == SKIP and "nothing to measure" in findings["collectives"]["said"]
-    assert findings["attention, cpp"]["numbers"]["float32"]["error"] <= 2e-6
-    assert all("CUDA" in findings[name]["said"] for name in ("attention, triton", "linear, blocks"))
+    assert all(set(one) == {"name", "verdict", "message", "fix", "numbers"} for one in findings.values())
+    assert findings["collectives"]["verdict"] == SKIP and "nothing to measure" in findings["collectives"]["message"]
+    assert findings["attention, cpp"]["numbers"]["float32"] <= 2e-6
+    assert all("CUDA" in findings[name]["message"] for name in ("attention, triton", "linear, blocks"))
     assert findings["auto, attention"]["numbers"]["chosen"] == "cpp"
 
 
@@ -102,7 +102,7 @@ def test_two_ranks_on_a_healthy_machine():
     findings = found(said)
     assert fine and too and silence == "" and set(findings) == TOGETHER
     assert findings["small all-reduce"]["numbers"]["ms"] > 0 and findings["all-gather"]["numbers"]["gb_per_s"] > 0
-    assert "the same masks on 2 ranks" in findings["training, ZeRO 3"]["said"]
+    assert "the same masks on 2 ranks" in findings["training, ZeRO 3"]["message"]
     assert findings["same software"]["verdict"] == findings["random numbers"]["verdict"] == OK
 
 
@@ -113,11 +113,10 @@ def test_a_kernel_that_computes_wrongly_is_named(monkeypatch):
     inner = cpp.attention_cpp
     monkeypatch.setattr(cpp, "attention_cpp", lambda *x, **how: inner(*x, **how) * (1 + 1e-4))
     finding = full.check_attention("cpp", "cpu")
-    assert finding.verdict == WRONG and "in float32 is off by" in finding.said and "blocked" in finding.cure
+    assert finding.verdict == WRONG and "in float32 is off by" in finding.message and "blocked" in finding.fix
     monkeypatch.setattr(cpp, "attention_cpp", lambda *x, **how: inner(*x, **how) * float("nan"))
     finding = full.check_attention("cpp", "cpu")
     assert finding.verdict == WRONG, "what is not a number is no small error"
-    assert "NaN" not in json.dumps(finding.to_dict())
 
 
 def test_a_linear_kernel_that_leaves_gradients_where_masked_is_named(monkeypatch):
@@ -128,16 +127,16 @@ def test_a_linear_kernel_that_leaves_gradients_where_masked_is_named(monkeypatch
 
     monkeypatch.setattr(full.cpu.CompiledIndex, "linear", leaks)
     finding = full.check_compiled_linear()
-    assert finding.verdict == WRONG and "dW" in finding.said
+    assert finding.verdict == WRONG and "dW" in finding.message
 
 
 def test_a_missing_compiler_is_found_and_what_it_costs(monkeypatch):
     monkeypatch.setattr(compiled, "compiler", lambda: None)
     finding = machine.check_compiler()
-    assert finding.verdict == LOOK and "install g++" in finding.cure
+    assert finding.verdict == LOOK and "install g++" in finding.fix
     monkeypatch.setattr(cpp, "library", lambda: "no C++ compiler found")
     finding = full.check_attention("cpp", "cpu")
-    assert finding.verdict == LOOK and "no C++ compiler found" in finding.said
+    assert finding.verdict == LOOK and "no C++ compiler found" in finding.message
 
 
 @pytest.mark.parametrize(
@@ -154,14 +153,14 @@ def test_unsupported_versions_are_found(monkeypatch, name, version, verdict, sai
     inner = machine.installed
     monkeypatch.setattr(machine, "installed", lambda asked: version if asked == name else inner(asked))
     finding = machine.check_package(name, name)
-    assert finding.verdict == verdict and finding.said.startswith(said)
-    assert verdict == OK or finding.cure.startswith("pip install")
+    assert finding.verdict == verdict and finding.message.startswith(said)
+    assert verdict == OK or finding.fix.startswith("pip install")
 
 
 def test_a_library_that_cannot_be_imported_is_found(monkeypatch):
     monkeypatch.setattr(machine, "import_error", lambda name: "ImportError: libcudart.so.12")
     finding = machine.check_package("torch", "torch")
-    assert finding.verdict == WRONG and "libcudart" in finding.said
+    assert finding.verdict == WRONG and "libcudart" in finding.message
 
 
 def test_a_stale_lock_is_removed_and_told_and_a_young_one_is_left(monkeypatch, tmp_path):
@@ -173,7 +172,7 @@ def test_a_stale_lock_is_removed_and_told_and_a_young_one_is_left(monkeypatch, t
     for path in (lock, lock.parent):
         os.utime(path, (time.time() - 10_000,) * 2)
     finding = machine.locks()
-    assert finding.verdict == LOOK and str(lock) in finding.said and not lock.exists()
+    assert finding.verdict == LOOK and str(lock) in finding.message and not lock.exists()
     assert machine.locks().verdict == OK
 
 
@@ -207,9 +206,9 @@ def test_a_check_that_raises_or_never_ends_does_not_stop_the_others():
         examine.Check("third", lambda _: [ok("third", "fine")]),
     ]
     told: list[Finding] = []
-    assert not examine.examine(None, todo, told.extend, quiet=True)
+    assert not examine.examine(None, todo, told.extend)
     assert verdicts(told) == {"first": WRONG, "second": WRONG, "third": OK}
-    assert told[0].said == "RuntimeError: it is broken" and "no end within" in told[1].said
+    assert told[0].message == "RuntimeError: it is broken" and "no end within" in told[1].message
 
 
 def test_ranks_that_cannot_meet_are_told_and_the_rest_is_looked_at(monkeypatch):
@@ -217,11 +216,11 @@ def test_ranks_that_cannot_meet_are_told_and_the_rest_is_looked_at(monkeypatch):
         raise OSError("cannot meet the other ranks")
 
     group, finding = examine.meet(alone)
-    assert group is None and finding.verdict == WRONG and "cannot meet" in finding.said
+    assert group is None and finding.verdict == WRONG and "cannot meet" in finding.message
     together = examine.Check("together", lambda group: group.rank, together=True)
     told: list[Finding] = []
     todo = [together, examine.Check("here", lambda _: [ok("here", "fine")])]
-    assert examine.examine(None, todo, told.extend, quiet=True) and verdicts(told) == {"here": OK}
+    assert examine.examine(None, todo, told.extend) and verdicts(told) == {"here": OK}
 
 
 # --- lines ---
@@ -242,7 +241,7 @@ def test_lines_are_plain_where_nobody_looks_and_coloured_on_a_terminal(monkeypat
 def test_the_worst_of_all_ranks_is_told_with_its_ranks():
     fine, bad = ok("disk", "much"), wrong("disk", "full", "make room")
     told = merge([[fine], [bad], [fine], [bad]], ["a", "a", "b", "b"])
-    assert [one.said for one in told] == ["ranks 1, 3 (a, b): full"] and told[0].numbers["ranks"] == [1, 3]
+    assert [one.message for one in told] == ["ranks 1, 3 (a, b): full"] and told[0].numbers["ranks"] == [1, 3]
     assert merge([[fine], [fine]], ["a", "b"]) == [fine] and merge([[bad], [bad]], ["a", "b"]) == [bad]
 
 
@@ -250,14 +249,15 @@ def test_the_worst_of_all_ranks_is_told_with_its_ranks():
 
 
 def test_a_rank_with_other_software_clock_threads_or_device_is_named():
-    one = ranks.Facts("a", {"torch": "2.13.0"}, "code", ranks.KNOWN_HASH, 1, 4, "CPU", ("bf16",))
+    one = ranks.Facts("a", {"torch": "2.13.0", "sources": "new"}, ranks.KNOWN_HASH, 1, 4, "CPU", ("bf16",))
     two = replace(one, host="b")
     assert ranks.compare_software([one, two]).verdict == ranks.check_threads([one, two]).verdict == OK
-    other = ranks.compare_software([one, replace(two, versions={"torch": "2.9.0"})])
-    assert other.verdict == WRONG and "rank 1 (b): torch 2.9.0, and rank 0 2.13.0" in other.said
-    assert "other sources" in ranks.compare_software([one, replace(two, code="older")]).said
-    late = ranks.compare_clocks([[0.0, 30.0], [0.0, 7.5]], [one, two])
-    assert late.verdict == LOOK and late.said.startswith("7.5 s apart")
+    other = ranks.compare_software([one, replace(two, software={"torch": "2.9.0", "sources": "new"})])
+    assert other.verdict == WRONG and "rank 1 (b): torch 2.9.0, and rank 0 torch 2.13.0" in other.message
+    older = replace(two, software={"torch": "2.13.0", "sources": "old"})
+    assert "sources old" in ranks.compare_software([one, older]).message
+    late = ranks.compare_clocks([0.0, 7.5], [one, two])
+    assert late.verdict == LOOK and late.message.startswith("7.5 s apart")
     assert ranks.check_threads([one, replace(two, threads=8)]).verdict == LOOK
     crowded = [replace(one, threads=4), replace(one, threads=4)]
     assert ranks.check_threads(crowded).verdict == LOOK
@@ -289,7 +289,7 @@ def test_what_is_wrong_on_rank_1_alone_is_told_by_rank_0():
     (fine, said), (too, _) = pool.run(examined, 2, ills)
     findings = found(said)
     assert not fine and not too, "both end with 1"
-    bad = {name: one["said"] for name, one in findings.items() if one["verdict"] == WRONG}
+    bad = {name: one["message"] for name, one in findings.items() if one["verdict"] == WRONG}
     assert set(bad) >= {"same software", "disk, this folder", "attention, cpp", "choices"}
     assert all("rank 1 (" in bad[name] for name in bad) and findings["clocks"]["verdict"] == LOOK
     assert "choices are broken" in bad["choices"] and findings["training, ZeRO 1"]["verdict"] == OK
@@ -328,9 +328,9 @@ def test_a_rank_that_fails_between_collectives_ends_as_a_finding_and_nobody_hang
         child.kill()
     assert codes == [1, 1], time.monotonic() - began
     findings = found(logs[0].read_text())
-    assert "fallen off the bus" in findings["training, ZeRO 0"]["said"]
-    assert findings["training, ZeRO 0"]["said"].startswith("rank 1 (")
-    assert findings["training, ZeRO 3"]["verdict"] == LOOK and "not checked" in findings["training, ZeRO 3"]["said"]
+    assert "fallen off the bus" in findings["training, ZeRO 0"]["message"]
+    assert findings["training, ZeRO 0"]["message"].startswith("rank 1 (")
+    assert findings["training, ZeRO 3"]["verdict"] == LOOK and "not checked" in findings["training, ZeRO 3"]["message"]
     assert findings["auto, attention"]["verdict"] == OK, "the others go on"
 
 
@@ -346,8 +346,7 @@ def test_tune_runs_the_benchmark_and_says_where_it_wrote(monkeypatch, tmp_path):
     asked = []
     monkeypatch.setattr(linear, "main", lambda words: (asked.append(words), crossovers.keep([row])))
     (finding,) = full.tune(None)
-    assert asked == [["--tune"]] and str(Path(tmp_path) / "crossover.json") in finding.said
-    assert finding.numbers["crossovers"] == [row]
+    assert asked == [["--tune"]] and str(Path(tmp_path) / "crossover.json") in finding.message
     crossovers.table.cache_clear()
 
 
@@ -358,5 +357,5 @@ def test_tune_lets_attention_choose_its_tiles_by_using_it(monkeypatch):
     monkeypatch.setattr(
         full, "sparse_attention", lambda q, k, v, pattern: used.append((q.shape[-1], pattern)) or q + k + v
     )
-    assert "Triton's cache" in full.tune_attention("cpu").said
+    assert "Triton's cache" in full.tune_attention("cpu").message
     assert [(size, pattern.stride) for size, pattern in used] == [(64, 256), (128, 256)]

@@ -29,6 +29,8 @@ from tests.support import tiny_run
 from tests.support.evaluation_calls import CONTEXT, EXAMPLES, PAIRS, PASSAGES, TEXT, evaluated, write
 from tests.support.saved_model import save
 
+pytestmark = pytest.mark.full
+
 ENCODE = load_tokenizer("byte").encode
 
 
@@ -111,7 +113,7 @@ def test_choices_by_hand(run, data, capsys, tmp_path, task):
     assert result["tasks"][task]["metrics"] == {"acc": right / 4}
 
 
-def test_examples_stand_before_the_question(run, data, capsys, tmp_path, monkeypatch):
+def test_examples_precede_the_question(run, data, capsys, tmp_path, monkeypatch):
     seen = []
     score = Scorer.score
     monkeypatch.setattr(Scorer, "score", lambda self, work: seen.extend(work) or score(self, work))
@@ -310,7 +312,7 @@ def test_a_model_that_is_sure_of_something_else(run, data, capsys, tmp_path, mon
     assert main(words) == 0
 
 
-def test_the_result_lies_in_the_runs_folder(run, data, capsys):
+def test_the_result_is_in_the_folder_of_the_run(run, data, capsys):
     assert main(["eval", str(run), "--tasks", "lambada", "--data-dir", str(data)]) == 0
     found = json.loads((run / "eval.json").read_text())
     assert found["step"] == 6 and set(found["versions"]) == {"mst_scale", "torch", "lm_eval"}
@@ -336,10 +338,10 @@ def test_the_papers_rows():
         (1024, 32_000, 110_000_000, False),
     ],
 )
-def test_the_papers_rows_stand_beside_models_of_its_table(context, vocab_size, parameters, expected):
+def test_the_papers_rows_are_shown_for_models_of_its_table(context, vocab_size, parameters, expected):
     assert comparable(context, vocab_size, parameters) == expected
     tasks = {"lambada": {"metrics": {"token_acc": 0.6, "token_perplexity": 3.0}}}
-    assert ("OpenAI GPT-2" in table(tasks, beside_paper=expected)) == expected
+    assert ("OpenAI GPT-2" in table(tasks, with_paper=expected)) == expected
 
 
 def test_a_checkpoint_apart_from_its_run_is_read_with_its_config(run, data, tmp_path, capsys):

@@ -11,6 +11,8 @@ import pytest
 
 from tests.support import pool, tiny_run
 
+pytestmark = pytest.mark.full
+
 EXAMPLES = tiny_run.ROOT / "examples"
 
 
@@ -69,7 +71,7 @@ def test_lora(tmp_path):
     assert "50.0% sparse" in text and last < merged < before, "masks cost a part of what the adapters have learned"
 
 
-def test_every_example_has_a_test_and_says_how_it_is_run():
+def test_every_example_has_a_test_and_its_command():
     tested = {name.removeprefix("test_") for name in globals() if name.startswith("test_")}
     names = {path.stem for path in EXAMPLES.glob("*.py")}
     assert names <= tested
@@ -78,7 +80,7 @@ def test_every_example_has_a_test_and_says_how_it_is_run():
         assert any(not gpus for _, gpus in documented(name)) or name in ("fabric_loop", "lightning_module")
 
 
-def test_a_policy_of_a_known_name_is_refused():
+def test_a_policy_of_a_known_name_is_rejected():
     from mst_scale.mixed_growing.policies import POLICIES, Policy, register
 
     assert register(POLICIES["rigl"]) is POLICIES["rigl"]
@@ -94,7 +96,7 @@ def test_trainer(tmp_path):
     assert "report" in report
 
 
-def test_trainers_options_are_its_own(tmp_path):
+def test_options_of_trainer_are_passed_on(tmp_path):
     out, config = tmp_path / "out", EXAMPLES / "ds_trainer.json"
     options = "--max_steps 20 --logging_steps 5 --learning_rate 1e-2 --report_to tensorboard --disable_tqdm true"
     words = [sys.executable, str(EXAMPLES / "trainer.py"), "--deepspeed", str(config), "--output_dir", str(out)]

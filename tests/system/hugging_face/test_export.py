@@ -142,7 +142,7 @@ def test_pruning_keeps_the_largest_and_reports_the_loss(tmp_path_factory, tmp_pa
     assert loss == pytest.approx(after.losses["after"], rel=1e-6)
 
 
-def test_dead_units_of_what_is_exported_are_those_of_the_model_that_transformers_loads(tmp_path_factory, tmp_path):
+def test_dead_units_of_an_export_are_those_of_the_loaded_model(tmp_path_factory, tmp_path):
     """Counted there anew, in GPT-2's own layout."""
     run = run_of(tmp_path_factory, 2, 1)
     done = export(run, tmp_path / "hf", prune=0.95)
@@ -151,7 +151,7 @@ def test_dead_units_of_what_is_exported_are_those_of_the_model_that_transformers
     lines = LineFlags(find_units(model)[0], {name: p.shape for name, p in parameters.items()})
     for name in lines.shapes:
         weight = parameters[name].detach()
-        lines.look(Shard.whole(name, weight.shape), weight.view(-1))
+        lines.add(Shard.whole(name, weight.shape), weight.view(-1))
     assert {kind: list(counts) for kind, counts in lines.tally().items()} == done.dead_units
     assert done.dead_units["mlp"][0] > 0 and {kind: n for kind, (_, n) in done.dead_units.items()} == {
         "mlp": 64, "value": 16, "query_key": 16,
@@ -178,7 +178,7 @@ def test_the_model_card_has_the_runs_figures(tmp_path_factory, tmp_path):
     card = (tmp_path / "middle" / "README.md").read_text()
     row = tiny_run.rows(run)[3]
     assert "4 of 12" in card and f"{row['loss']:.4f}" in card and f"{last['val_loss']:.4f}" not in card
-    assert "strided, stride 8; here it is dense, which costs loss" in card
+    assert "strided, stride 8; dense in transformers" in card
 
 
 def test_a_model_of_sparse_attention_attends_as_it_was_trained(tmp_path_factory, tmp_path):
@@ -266,6 +266,7 @@ def by_hand(folder: Path, layers: int, width: int, stage: int) -> int:
     return 4 * numel
 
 
+@pytest.mark.full
 def test_memory_holds_one_matrix_and_not_the_model(tmp_path):
     """85 MB of weights (255 MB of checkpoint) in 12 layers, at stages 0, 2 and 3; the largest matrix takes 2.4 MB."""
     width, stages = 384, (0, 2, 3)
@@ -338,7 +339,7 @@ def test_a_rank_files_tokenizer_in_transformers(tmp_path):
 # --- wrong use ---
 
 
-def test_what_is_no_model_is_rejected_and_nothing_is_left(tmp_path_factory, tmp_path):
+def test_other_folders_are_rejected_and_no_files_are_left(tmp_path_factory, tmp_path):
     run = run_of(tmp_path_factory, 2, 1)
     with pytest.raises(UserError, match="nowhere"):
         export(tmp_path / "nowhere", tmp_path / "out")

@@ -14,6 +14,8 @@ from tests.support import pool, tiny_run
 from tests.support.integrated import Words, deepspeed_config, model, opened
 from tests.support.toys import toy, toy_batch
 
+pytestmark = pytest.mark.full
+
 PLAIN = {
     "train_micro_batch_size_per_gpu": 4,
     "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}},
@@ -30,7 +32,7 @@ def said(call):
     return None
 
 
-def refusals(rank, world):
+def rejections(rank, world):
     import deepspeed
     from transformers import Trainer, TrainingArguments
 
@@ -63,7 +65,7 @@ def refusals(rank, world):
 EXPECTED = {
     "again": None,
     "again, otherwise": "call it once",
-    "two models": "integrate() makes one model sparse",
+    "two models": "integrate() supports one sparse model",
     "the same model": "SparseTraining",
     "one after the other": None,
     "no matrices": "no matrix that can become sparse",
@@ -75,7 +77,7 @@ EXPECTED = {
 
 
 def test_bad_use_is_one_line():
-    (found,) = pool.run(refusals, 1)
+    (found,) = pool.run(rejections, 1)
     assert found.keys() == EXPECTED.keys()
     for name, words in EXPECTED.items():
         assert (found[name] is None) if words is None else (words in str(found[name])), (name, found[name])
@@ -131,7 +133,7 @@ def stays_deepspeeds(rank, world):
     return losses[:3] == losses[3:], looks
 
 
-def test_what_is_not_meant_to_be_sparse_is_deepspeeds():
+def test_configs_without_sparsity_are_left_to_deepspeed():
     assert pool.run(stays_deepspeeds, 1) == [(True, False)]
 
 
@@ -141,7 +143,7 @@ def past_the_engine(rank, world):
     return said(optimizer.step)
 
 
-def test_an_optimizer_that_steps_past_the_engine_is_refused():
+def test_an_optimizer_that_steps_past_the_engine_is_rejected():
     assert "call engine.step(), not optimizer.step()" in pool.run(past_the_engine, 1)[0]
 
 
@@ -162,7 +164,7 @@ def ranks_alone(rank, world, folder):
 
 
 @pytest.mark.parametrize("world", [2])
-def test_ranks_that_accelerate_does_not_see_are_refused(tmp_path, world):
+def test_ranks_that_accelerate_does_not_see_are_rejected(tmp_path, world):
     for words in pool.run(ranks_alone, world, str(tmp_path)):
         assert "2 ranks were started and Accelerate counts 1" in words
 
@@ -184,7 +186,7 @@ def script(body, **more):
     ],
     ids=["accelerate", "trainer"],
 )
-def test_several_cpu_processes_are_refused_before_they_wait_for_each_other(tmp_path, body):
+def test_several_cpu_processes_are_rejected_before_they_deadlock(tmp_path, body):
     """One of two processes, as a launcher starts it; the other never comes."""
     launched = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
     done = script(body.format(config=SPARSE | {"zero_optimization": {"stage": 0}}), **launched)

@@ -1,4 +1,4 @@
-"""A Trainer that is killed without a word goes on from its last checkpoint, bit for bit."""
+"""A Trainer that is killed continues from its last checkpoint, bit for bit."""
 
 import json
 import os
@@ -52,7 +52,7 @@ def ends(folder, kill_at=0, resume=None):
     return [process.exitcode for process in processes]
 
 
-def test_a_killed_trainer_goes_on_bit_for_bit(tmp_path):
+def test_a_killed_trainer_resumes_bit_for_bit(tmp_path):
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     assert ends(whole) == [0, 0]
     assert set(ends(killed, kill_at=7)) == {-signal.SIGKILL}

@@ -27,15 +27,17 @@ from tests.support.launched import (
     wait_for_checkpoint,
 )
 
+pytestmark = pytest.mark.full
+
 
 def test_local_restarts_after_a_kill_and_finishes(tmp_path):
-    """A rank is killed without a word; the launcher starts again from the newest checkpoint. Names are hostile."""
+    """A rank is killed; the launcher starts again from the newest checkpoint. Names are hostile."""
     out, made = tmp_path / HOSTILE, config(tmp_path, HOSTILE + ".json")
     child = launch("local.sh", str(made), "--out", str(out), cwd=tmp_path)
     wait_for_checkpoint(out, child)
     steps = kill_rank_1(out, made)
     text = finish(child)
-    assert "rank 1 (" in text and "is gone without a word" in text
+    assert "rank 1 (" in text and "is gone without a message" in text
     assert "starts again from its latest complete checkpoint in 1 s (1 of 3)" in text
     run = story(out)
     assert run["restarts"] == 1 and run["starts"][1]["how"] == "finished" and last_step(out) == steps

@@ -117,7 +117,7 @@ def test_a_launcher_starts_the_python_that_runs_it(monkeypatch, tmp_path):
         assert os.environ["PATH"] == os.pathsep.join(map(str, wanted))
 
 
-@pytest.mark.parametrize("name", launch.NAMES)
+@pytest.mark.parametrize("name", launch.PROGRAMS)
 def test_every_launcher_has_a_script(name):
     assert f"python -m mst_scale.launch {name} " in (LAUNCHERS / f"{name}.sh").read_text()
 

@@ -15,7 +15,7 @@ import pytest
 from tests.support import tiny_run
 from tests.support.launched import HOSTILE, LONG, PATIENCE, config, finish, kill_rank_1, launch, story
 
-pytestmark = pytest.mark.slurm
+pytestmark = [pytest.mark.slurm, pytest.mark.full]
 DAEMONS = ("munged", "slurmctld", "slurmd")
 COMMANDS = ("sbatch", "srun", "scontrol", "squeue", "scancel")
 

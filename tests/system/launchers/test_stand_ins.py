@@ -16,6 +16,8 @@ from mst_scale.launch.restarts import keep_running
 from tests.support import tiny_run
 from tests.support.launched import HOSTILE, LAUNCHERS, PATIENCE, config, finish, hostfile, launch, shown, wait_for_file
 
+pytestmark = pytest.mark.full
+
 # --- what would run ---
 
 CASES = {
@@ -413,7 +415,7 @@ def test_help_and_wrong_use(tmp_path, script):
     assert f"mst launch {script[:-3]} [options] CONFIG" in text.replace("--hostfile FILE ", "") and "--dry-run" in text
     for words, message in [
         ([], "which config?"),
-        (["nowhere.json"], "nowhere.json: no such config file; the nearest ready config is "),
+        (["nowhere.json"], "nowhere.json: no such config file; the nearest ready-made config is "),
         (["--wrong"], "unknown option --wrong"),
         (["--" + ("seeds" if script == "sweep.sh" else "restarts")], "needs a value"),
     ]:

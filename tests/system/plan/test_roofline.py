@@ -1,4 +1,4 @@
-"""Bounds of the kernels by hand, each of them binding in turn; what they can never be."""
+"""The seconds of kernels by hand, with each resource deciding in turn, and what they can never be."""
 
 from dataclasses import replace
 
@@ -8,7 +8,6 @@ from mst_scale.hybrid_sparse_attention.pattern import Pattern
 from mst_scale.plan.gpus import GPUS, Efficiency, Latency, Machine
 from mst_scale.plan.roofline import (
     Attention,
-    Bounds,
     Linear,
     attention_seconds,
     dense_product,
@@ -26,46 +25,48 @@ CARDS = [Machine(GPUS[name]) for name in ("a100-80gb", "h100-80gb")]
 PRODUCTS = (forward, input_gradient, weight_gradient)
 
 
-def test_a_forward_by_hand():
-    steps = 8 / 2 + 4 / 4  # of 32 inputs; the last of a row is half empty every other time
-    cached = 2 * (256 * 8 * 16 + 256 / 128 * 8 * 256 + 256 * 64)
-    moved = 2 * (8 * 256 + 256 * (128 + 64))
-    expected = Bounds(2 * 256 * 16 * 32 * steps / (1e12 * 0.5), cached / 1e12, moved / 1e12, 1e-9)
-    assert forward(TINY, ONE) == pytest.approx(expected)
+SLOW = {  # a machine on which one resource decides
+    "multiply": replace(ONE, gpu=replace(CARD, bf16=1e9)),
+    "cache": replace(ONE, gpu=replace(CARD, l2=1e9)),
+    "memory": replace(ONE, gpu=replace(CARD, bandwidth=1e9)),
+    "launch": replace(ONE, latency=Latency(kernel=1.0)),
+}
+EXPECTED = {
+    forward: {
+        # steps of 32 inputs; the last of a row is half empty every other time
+        "multiply": 2 * 256 * 16 * 32 * (8 / 2 + 4 / 4) / (1e9 * 0.5),
+        "cache": 2 * (256 * 8 * 16 + 256 / 128 * 8 * 256 + 256 * 64) / 1e9,
+        "memory": 2 * (8 * 256 + 256 * (128 + 64)) / 1e9,
+        "launch": 1.0,
+    },
+    input_gradient: {  # rows and columns exchanged: 8 block columns of one block each, a step each
+        "multiply": 2 * 256 * 16 * 32 * 8 / (1e9 * 0.5),
+        "cache": 2 * (256 * 8 * 16 + 256 / 128 * 8 * 256 + 256 * 128) / 1e9,
+        "memory": 2 * (8 * 256 + 256 * (128 + 64)) / 1e9,
+        "launch": 1.0,
+    },
+    weight_gradient: {  # one group of 64 inputs a row; x, dy, zeros of all of dW, its blocks
+        "multiply": 2 * 256 * 4 * 16 * 64 / (1e9 * 0.5),
+        "cache": 2 * (256 * (4 * 16 + 8 * 16) + 8 * 256) / 1e9,
+        "memory": 2 * (256 * (128 + 64) + 128 * 64 + 8 * 256) / 1e9,
+        "launch": 2.0,
+    },
+}
 
 
-def test_the_gradient_of_x_exchanges_rows_and_columns():
-    steps = 8 / 2 + 8 / 4  # 8 block columns of one block each
-    steps = max(steps, 8)  # a step each
-    cached = 2 * (256 * 8 * 16 + 256 / 128 * 8 * 256 + 256 * 128)
-    found = input_gradient(TINY, ONE)
-    assert found.multiply == pytest.approx(2 * 256 * 16 * 32 * steps / (1e12 * 0.5))
-    assert (found.cache, found.memory) == pytest.approx((cached / 1e12, forward(TINY, ONE).memory))
-
-
-def test_a_weight_gradient_by_hand():
-    groups = 4  # one of 64 inputs a row: 2 blocks, half empty, leave 8 / 4 + 4 · 3 / 8 = 3.5, and a row has one
-    cached = 2 * (256 * (groups * 16 + 8 * 16) + 8 * 256)
-    moved = 2 * (256 * (128 + 64) + 128 * 64 + 8 * 256)  # x, dy, zeros of all of dW, its blocks
-    expected = Bounds(2 * 256 * groups * 16 * 64 / (1e12 * 0.5), cached / 1e12, moved / 1e12, 2e-9)
-    assert weight_gradient(TINY, ONE) == pytest.approx(expected)
-
-
-@pytest.mark.parametrize("bound", Bounds._fields)
+@pytest.mark.parametrize("resource", SLOW)
 @pytest.mark.parametrize("product", PRODUCTS)
-def test_each_bound_binds_where_its_resource_is_slow(product, bound):
-    slow = {"multiply": {"bf16": 1e9}, "cache": {"l2": 1e9}, "memory": {"bandwidth": 1e9}, "launch": {}}[bound]
-    kernel = 1.0 if bound == "launch" else 1e-9
-    found = product(TINY, Machine(replace(CARD, **slow), FULL, Latency(kernel=kernel)))
-    assert found.decides == bound and found.seconds == getattr(found, bound)
+def test_a_product_takes_as_long_as_its_slowest_resource(product, resource):
+    assert product(TINY, SLOW[resource]) == pytest.approx(EXPECTED[product][resource])
 
 
 @pytest.mark.parametrize(("side", "share"), [(16, 0.5), (32, 1.0), (64, 1.0), (128, 1.0)])
 def test_narrow_tiles_reach_a_share(side, share):
-    full = Linear(1024, 1024, 4096, side, 1.0, "bf16", 2)
-    assert dense_product(full, ONE) / forward(full, ONE).multiply == pytest.approx(share)
-    wider = replace(ONE, efficiency=replace(FULL, narrow=0.25))
-    assert dense_product(full, wider) / forward(full, wider).multiply == pytest.approx(min(1, side / 64))
+    full = Linear(1024, 1024, 4096, side, 1.0, "bf16", 2)  # bound by its products
+    slow = SLOW["multiply"]
+    assert dense_product(full, slow) / forward(full, slow) == pytest.approx(share)
+    wider = replace(slow, efficiency=replace(FULL, narrow=0.25))
+    assert dense_product(full, wider) / forward(full, wider) == pytest.approx(min(1, side / 64))
 
 
 @pytest.mark.parametrize("card", CARDS, ids=lambda card: card.gpu.name)
@@ -76,7 +77,7 @@ def test_sparser_is_no_slower_and_never_faster_than_its_flops(shape, side, card)
         before = 0.0
         for density in (0.005, 0.01, 0.04, 0.1, 0.3, 0.6, 0.9, 1.0):
             layer = Linear(*shape, 8192, side, density, "bf16", 2)
-            seconds = product(layer, card).seconds
+            seconds = product(layer, card)
             assert seconds >= before and seconds >= density * dense_product(layer, card) * (1 - 1e-12)
             before = seconds
         assert before >= dense_product(layer, card), "with every block: no faster than dense"

@@ -163,7 +163,7 @@ EARLY = [  # refused by each process for itself, before it looks for others
     (lambda f: arguments(f, training={"min_lr": 0.5}), 2, "training.min_lr = 0.5 is above optimizer.params.lr = 0.01"),
     (without_config, 2, "no such config file"),
     (broken_json, 2, "not valid JSON"),
-    (list_config, 2, "a config is a JSON object"),
+    (list_config, 2, "a config must be a JSON object"),
     (directory_as_config, 2, "cannot be read"),
     (lambda f: arguments(f, "--method", "mts"), 2, "unknown method 'mts': the nearest is 'mst'"),
     (lambda f: arguments(f, "--method", "MST"), 2, "unknown method 'MST': the nearest is 'mst'"),
@@ -188,13 +188,13 @@ EARLY = [  # refused by each process for itself, before it looks for others
         2,
         "zero_optimization.new = 1",
     ),
-    (out_is_a_file, 2, "out' is no folder; choose another"),
+    (out_is_a_file, 2, "out' is not a folder; choose another"),
     (lambda f: arguments(f, "--out", "x" * 300), 2, "File name too long"),
-    (lambda f: arguments(f, "--out", str(f / "a\nb")), 2, "argument out must not hold a line break"),
+    (lambda f: arguments(f, "--out", str(f / "a\nb")), 2, "argument out must not contain a line break"),
     (lambda f: arguments(f, "--out", ""), 2, "argument --out is empty"),
     (lambda f: arguments(f, "--init", ""), 2, "argument --init is empty"),
-    (lambda f: arguments(f, "--data", "a\nb"), 2, "argument data must not hold a line break"),
-    (lambda f: arguments(f, "--set", "a\nb=3"), 2, "the key must not hold a line break"),
+    (lambda f: arguments(f, "--data", "a\nb"), 2, "argument data must not contain a line break"),
+    (lambda f: arguments(f, "--set", "a\nb=3"), 2, "the key must not contain a line break"),
     (lambda f: ["--deepspeed_config", str(f / ("x" * 300))], 2, "File name too long"),
     (cut_short("--from", "--method", "stack"), 1, "small/config.json"),
     (cut_short("--branch-decay-from", training={"lr_schedule": "wsd"}), 1, "small/config.json"),
@@ -262,7 +262,7 @@ def name_of(case) -> str:
 
 
 @pytest.mark.parametrize(("make", "code", "message"), EARLY, ids=name_of)
-def test_refused_before_anything_starts(tmp_path, make, code, message):
+def test_rejected_before_anything_starts(tmp_path, make, code, message):
     argv = make(tmp_path)
     found, text = attempt(0, 1, argv)
     assert (found, len(text.splitlines())) == (code, 1), text
@@ -271,7 +271,7 @@ def test_refused_before_anything_starts(tmp_path, make, code, message):
 
 
 @pytest.mark.parametrize(("make", "code", "message"), LATE, ids=name_of)
-def test_refused_on_one_rank_for_all(tmp_path, make, code, message):
+def test_rejected_on_one_rank_for_all(tmp_path, make, code, message):
     results = pool.run(attempt, 2, make(tmp_path), seconds=120)
     assert [found for found, _ in results] == [code] * 2, results
     lines = [line for _, text in results for line in text.splitlines() if line.startswith("mst_scale: ")]
@@ -281,7 +281,7 @@ def test_refused_on_one_rank_for_all(tmp_path, make, code, message):
 
 
 @pytest.mark.parametrize("number", [errno.EIO, errno.ESTALE])
-def test_a_disk_that_fails_is_no_wrong_use(tmp_path, monkeypatch, number):
+def test_a_disk_failure_is_not_a_usage_error(tmp_path, monkeypatch, number):
     """The config is there, and can be read when the disk is back: a launcher starts the run again."""
     argv, read = arguments(tmp_path), Path.read_text
 
@@ -331,7 +331,7 @@ def test_without_eps_the_optimizer_is_named_and_not_the_learning_rate(tmp_path):
     assert "eps > 0" in results[0][1] and "optimizer.params.lr" not in results[0][1]
 
 
-def test_early_refusals_are_said_by_rank_0_alone(tmp_path, monkeypatch):
+def test_early_errors_are_printed_by_rank_0_only(tmp_path, monkeypatch):
     monkeypatch.setenv("RANK", "1")
     assert attempt(1, 2, without_config(tmp_path)) == (2, "")
 
@@ -426,7 +426,7 @@ def test_a_loss_that_stays_non_finite_stops_the_run_and_spares_the_checkpoint(tm
     argv = arguments(tmp_path, "--steps", "12", "--set", "training.stop_after_nonfinite=3")
     results = pool.run(poison, 2, argv, str(tmp_path / "out"))
     assert [code for code, _, _ in results] == [3, 3]
-    texts = [text for _, text, _ in results if "not a finite number in 3 steps in a row up to step 8" in text]
+    texts = [text for _, text, _ in results if "not finite in 3 consecutive steps up to step 8" in text]
     assert len(texts) == 1 and "Traceback" not in texts[0], results
     assert results[0][2] == ["step00000004"], "step 8 was not saved"
 
@@ -449,7 +449,7 @@ def poison(rank: int, world: int, argv: list[str], out: str) -> tuple[int, str, 
     return code, text, left
 
 
-def test_a_run_whose_folder_is_removed_goes_on(tmp_path):
+def test_a_run_whose_folder_is_removed_continues(tmp_path):
     """TensorBoard's thread fails in there, and DeepSpeed writes to it at each step."""
     events = {"enabled": True, "output_path": str(tmp_path / "out" / "tensorboard"), "job_name": ""}
     argv = arguments(tmp_path, tensorboard=events, training={"save_every": 8})
@@ -484,7 +484,7 @@ def ending(error: Exception, linger: float, **environment: str) -> subprocess.Po
     )  # fmt: skip
 
 
-def test_a_rank_that_finds_the_mistake_first_lets_rank_0_say_it():
+def test_rank_0_prints_an_error_that_another_rank_finds_first():
     """A launcher ends all ranks once one has failed: rank 1 waits for that, or rank 0 might never be heard."""
     child = ending(UserError("wrong"), 60.0, RANK="1", LOCAL_RANK="1")
     assert child.stdout is not None and child.stdout.readline() == "here\n"
@@ -513,7 +513,7 @@ def test_a_mistake_of_one_machine_is_said_by_its_first_rank(ranks, said):
 @pytest.mark.parametrize(
     ("words", "said"), [(["--deepspeed_config", "nowhere.json"], "nowhere.json"), (["--stps", "3"], "deepspeed_config")]
 )
-def test_under_mpirun_too_one_rank_speaks(words, said):
+def test_only_one_rank_logs_under_mpirun_too(words, said):
     child = subprocess.run(
         ["mpirun", "--oversubscribe", "-n", "3", sys.executable, "-m", "mst_scale.pretrain", *words],
         env=tiny_run.environment(OMPI_ALLOW_RUN_AS_ROOT="1", OMPI_ALLOW_RUN_AS_ROOT_CONFIRM="1"),
@@ -523,7 +523,7 @@ def test_under_mpirun_too_one_rank_speaks(words, said):
     assert "usage:" not in child.stderr and "Traceback" not in child.stderr
 
 
-def test_a_run_whose_updates_were_skipped_says_that_it_ends_sparser_than_its_schedule(tmp_path):
+def test_a_run_with_skipped_updates_warns_that_it_ends_sparser_than_scheduled(tmp_path):
     """Gradients overflow while the loss is still a number: no mask goes any more."""
     optimizer = {"type": "AdamW", "params": {"lr": 1e4, "betas": [0.9, 0.95], "weight_decay": 0.1}}
     blocks = {"optimizer": optimizer, "gradient_clipping": 0.0, "mst": MST, "training": {"stop_after_nonfinite": 99}}

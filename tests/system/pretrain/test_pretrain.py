@@ -73,7 +73,7 @@ def test_a_config_that_names_a_source_runs_in_a_fresh_folder(tmp_path):
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_what_a_run_leaves_behind(tmp_path, stage):
+def test_the_files_of_a_run(tmp_path, stage):
     blocks = {
         "zero_optimization": {"stage": stage},
         "tensorboard": {"enabled": True, "output_path": str(tmp_path / "tb")},
@@ -197,7 +197,7 @@ def test_killed_at_several_moments_and_resumed_bit_for_bit(tmp_path, undisturbed
     assert not list((out / "checkpoints").glob("*.partial")), "leftovers of killed saves are swept"
 
 
-def test_what_topology_steps_did_before_a_save_stands_in_the_next_row(tmp_path):
+def test_topology_steps_before_a_save_are_in_the_next_row(tmp_path):
     """Rows at 5, 10 and 12, topology steps at even ones, a checkpoint at 8: its row of 10 knows of steps 6 and 8."""
     argv, out = arguments(tmp_path, mst=MST, training={"log_every": 5, "eval_every": 0}), tmp_path / "out"
     assert pool.run(attempt, 2, argv) == [(0, "")] * 2
@@ -254,7 +254,7 @@ def stopped_at_5(rank: int, world: int, argv: list[str]) -> tuple[int, str]:
         training_loop.Run.advance = inner
 
 
-def test_a_run_that_was_asked_to_stop_goes_on_bit_for_bit(tmp_path, undisturbed):
+def test_a_run_that_was_asked_to_stop_resumes_bit_for_bit(tmp_path, undisturbed):
     argv, out = arguments(tmp_path, mst=MST), tmp_path / "out"
     assert [code for code, _ in pool.run(stopped_at_5, 2, argv)] == [0, 0]
     assert tiny_run.rows(out)[-1]["step"] == 5 and (out / "checkpoints" / "step00000005").is_dir()
@@ -264,7 +264,7 @@ def test_a_run_that_was_asked_to_stop_goes_on_bit_for_bit(tmp_path, undisturbed)
     assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
 
 
-def test_a_finished_run_started_again_says_so_and_changes_nothing(tmp_path, undisturbed):
+def test_a_finished_run_that_is_started_again_changes_nothing(tmp_path, undisturbed):
     shutil.copytree(undisturbed, tmp_path / "out")
     before = (tmp_path / "out" / "metrics.jsonl").read_bytes()
     assert pool.run(attempt, 2, arguments(tmp_path, mst=MST)) == [(0, "")] * 2
@@ -279,15 +279,15 @@ def test_more_steps_continue_a_finished_run(tmp_path, undisturbed):
     assert [row["step"] for row in tiny_run.rows(tmp_path / "out")][-2:] == [13, 14]
 
 
-def test_another_schedule_is_refused_on_resume(tmp_path, undisturbed):
+def test_another_schedule_is_rejected_on_resume(tmp_path, undisturbed):
     """Phases are shares of the run: twice the steps would take a network that is dense again back to sparse."""
     shutil.copytree(undisturbed, tmp_path / "out")
     results = pool.run(attempt, 2, arguments(tmp_path, "out", "--steps", "24", mst=MST))
     assert [code for code, _ in results] == [2, 2]
-    assert sum("state mst.sparsity" in text for _, text in results) == 1
+    assert sum("set mst.sparsity" in text for _, text in results) == 1
 
 
-def test_a_damaged_checkpoint_named_by_hand_is_refused(tmp_path, undisturbed):
+def test_a_damaged_checkpoint_named_by_hand_is_rejected(tmp_path, undisturbed):
     shutil.copytree(undisturbed, tmp_path / "out")
     victim = next((tmp_path / "out" / "checkpoints" / "step00000008").glob("*model_states.pt"))
     data = bytearray(victim.read_bytes())
@@ -308,7 +308,7 @@ def again(rank: int, world: int, argv: list[str]) -> tuple[int, str]:
 
 
 @pytest.mark.parametrize("how", ["never", "step00000008"])
-def test_a_restart_goes_on_with_what_its_command_began(tmp_path, undisturbed, how):
+def test_a_restart_continues_the_run_of_its_command(tmp_path, undisturbed, how):
     """`--resume` speaks of the first start: a second one neither refuses the run nor sets it back again."""
     if how != "never":
         shutil.copytree(undisturbed, tmp_path / "out")

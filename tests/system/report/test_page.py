@@ -10,7 +10,10 @@ from mst_scale.report import Report
 from tests.support import reported_runs as runs
 from tests.support.chromium import Browser, executable
 
-pytestmark = pytest.mark.skipif(executable() is None, reason="no Chromium here: apt-get install chromium")
+pytestmark = [
+    pytest.mark.skipif(executable() is None, reason="no Chromium here: apt-get install chromium"),
+    pytest.mark.full,
+]
 
 # For each figure: its box, and text and box of each label.
 LABELS = """JSON.stringify([...document.querySelectorAll('figure')].map(figure => {

@@ -178,7 +178,7 @@ def bad_disk(rank, world, folder):
         store._seal = seal
 
 
-def test_an_old_checkpoint_goes_only_when_the_newer_one_reads_back_as_written(tmp_path):
+def test_an_old_checkpoint_is_deleted_only_after_the_newer_one_was_verified(tmp_path):
     ((error, newest),) = pool.run(bad_disk, 1, str(tmp_path))
     assert "step00000003 is damaged: b.pt does not match its digest" in error
     assert newest == "step00000002" and sorted(store.list_tags(tmp_path)) == ["step00000002", "step00000003"]
@@ -197,8 +197,8 @@ def clock(monkeypatch):
         passed.seconds += seconds
         passed.then()
 
-    told = SimpleNamespace(sleep=sleep, time=lambda: begun + passed.seconds, monotonic=lambda: passed.seconds)
-    monkeypatch.setattr(build_locks, "time", told)
+    reported = SimpleNamespace(sleep=sleep, time=lambda: begun + passed.seconds, monotonic=lambda: passed.seconds)
+    monkeypatch.setattr(build_locks, "time", reported)
     return passed
 
 
@@ -258,7 +258,7 @@ def test_a_quiet_lock_on_a_network_file_system_is_watched_until_it_is_old_or_gon
 # --- two runs in one folder ---
 
 
-def test_a_second_run_in_the_same_folder_is_refused_in_one_line(tmp_path):
+def test_a_second_run_in_the_same_folder_is_rejected_in_one_line(tmp_path):
     (tmp_path / "out").mkdir()
     held = OutLock(tmp_path / "out")
     held.take(restarted=False)
@@ -287,7 +287,7 @@ def test_a_file_system_without_locks_is_said_once(tmp_path, monkeypatch, caplog)
 
 @pytest.fixture
 def two_machines(monkeypatch):
-    """Each has locks that the other does not see, and signs of life come quickly."""
+    """Each has locks that the other does not see, and heartbeats come quickly."""
     import fcntl
 
     monkeypatch.setattr(fcntl, "flock", lambda file, how: None)
@@ -317,7 +317,7 @@ def test_a_run_of_another_machine_is_noticed_without_a_shared_lock(tmp_path, two
 def test_the_folder_of_a_killed_run_of_another_machine_is_taken_over(tmp_path, two_machines):
     one, other = two_machines("one", tmp_path), two_machines("other", tmp_path)
     one.take(restarted=False)
-    one.over.set()  # no sign of life any more
+    one.over.set()  # no heartbeat any more
     one.beats.join()
     other.take(restarted=False)
     assert other._holder() == f"process {os.getpid()} on other"
@@ -325,12 +325,12 @@ def test_the_folder_of_a_killed_run_of_another_machine_is_taken_over(tmp_path, t
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_a_frozen_run_that_was_taken_over_ends_when_it_wakes_up(tmp_path, two_machines, monkeypatch):
+def test_a_frozen_run_that_was_taken_over_exits_when_it_resumes(tmp_path, two_machines, monkeypatch):
     """And likewise the earlier of two that start at the same moment."""
     ended = []
     monkeypatch.setattr(comm, "end", lambda error: ended.append(error) or sys.exit())
     one, other = two_machines("one", tmp_path), two_machines("other", tmp_path)
-    monkeypatch.setattr(other, "_lives_elsewhere", lambda locked: False)
+    monkeypatch.setattr(other, "_runs_elsewhere", lambda locked: False)
     one.take(restarted=False)
     other.take(restarted=False)
     one.beats.join(10)
@@ -375,7 +375,7 @@ def test_the_state_of_the_source_tree(tmp_path):
     assert len(state["commit"]) == 40 and state["changed"] == ["new.py"]
 
 
-def test_a_torn_run_json_is_begun_anew(tmp_path):
+def test_a_truncated_run_json_is_replaced(tmp_path):
     (tmp_path / "run.json").write_text('{"starts": [')
     run_file.RunFile(tmp_path / "run.json", {}, {"ranks": 2})
     assert json.loads((tmp_path / "run.json").read_text())["restarts"] == 0

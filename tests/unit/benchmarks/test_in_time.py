@@ -1,4 +1,4 @@
-"""Worth in time, from worth in FLOPs and the times of steps."""
+"""The time multiplier, from the FLOP multiplier and the times of steps."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def of(name: str, study: str = "channels"):
     return job(plan, cell, 0.004, 1, "c").experiment
 
 
-def test_a_run_takes_the_time_of_its_steps():
+def test_the_time_of_a_run_is_that_of_its_steps():
     steps = of("weights").training.steps
     sparse = of("weights").schedule.sparse_until
     assert in_time.run_seconds(of("weights"), STEPS) == pytest.approx((80 * sparse + 100 * (steps - sparse)) / 1e3)
@@ -29,7 +29,7 @@ def test_a_run_takes_the_time_of_its_steps():
 
 
 @pytest.mark.parametrize(("name", "each"), [("weights", 80), ("blocks-16", 60), ("blocks-32", 50)])
-def test_blocks_take_the_time_of_blocks(name, each):
+def test_blocks_have_the_time_of_blocks(name, each):
     times = {("weights", 0.2): [80.0], ("blocks of 16", 0.2): [60.0], ("blocks of 32", 0.2): [50.0]}
     experiment = of(name, "granularity-256")
     steps, sparse = experiment.training.steps, experiment.schedule.sparse_until
@@ -37,15 +37,15 @@ def test_blocks_take_the_time_of_blocks(name, each):
     assert in_time.run_seconds(experiment, Steps(256, [100.0], times)) == pytest.approx(expected)
 
 
-def test_worth_in_time_is_worth_in_flops_at_the_rate_of_measured_steps(monkeypatch):
-    worth = {"value": 1.5, "bound": "", "low": 1.4, "high": 1.6}
+def test_the_time_multiplier_is_the_flop_multiplier_at_measured_step_times(monkeypatch):
+    multiplier = {"value": 1.5, "bound": "", "low": 1.4, "high": 1.6}
     same = {"share": 1.0, "dense": False, "flops": 40.0, "val_loss": 1.8}
-    told = [
+    reported = [
         {"variant": "dense", "share": 0.5, "dense": True, "flops": 50.0},
-        {"variant": "channels", **same, "worth_same_model_paper": worth},
+        {"variant": "channels", **same, "worth_same_model_paper": multiplier},
         {"variant": "weights", **same, "worth_same_model_paper": None},
     ]
-    monkeypatch.setattr(in_time, "_cells", lambda plan: told)
+    monkeypatch.setattr(in_time, "_cells", lambda plan: reported)
     (row,) = in_time.rows_of(read_plan("channels"), STEPS)
     # dense training would need 0.6 of its whole length
     steps = of("channels").training.steps
@@ -53,7 +53,7 @@ def test_worth_in_time_is_worth_in_flops_at_the_rate_of_measured_steps(monkeypat
     assert row["speedup_range"] == pytest.approx([row["speedup"] * 1.4 / 1.5, row["speedup"] * 1.6 / 1.5])
 
 
-def test_what_is_expected_of_gpus_is_what_a_plan_says():
+def test_the_predictions_for_gpus_are_those_of_a_plan():
     rows = in_time.expected(read_plan("channels"))
     assert [(row["gpu"], row["config"]) for row in rows] == [(c, n) for c in in_time.CARDS for n in in_time.CONFIGS]
     for row in rows:

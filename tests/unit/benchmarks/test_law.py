@@ -15,7 +15,7 @@ def spots(law: Law = TRUE) -> list[Spot]:
     return [Spot(n, d, law.loss(n, d)) for n in SIZES for d in LENGTHS]
 
 
-def test_a_law_is_found_again_and_tells_runs_that_were_not_fitted():
+def test_a_law_is_recovered_and_predicts_runs_that_were_not_fitted():
     found = fit(spots())
     assert found is not None and (found.alpha, found.beta) == (TRUE.alpha, TRUE.beta)
     assert found.loss(2e5, 5e6) == pytest.approx(TRUE.loss(2e5, 5e6), rel=1e-6)
@@ -41,7 +41,7 @@ def test_no_part_of_it_is_below_zero():
 @pytest.mark.parametrize(
     "some", [spots()[:5], spots()[:3] * 2, spots()[::3] * 2], ids=["few", "one size", "one length"]
 )
-def test_what_cannot_tell_it_has_none(some):
+def test_models_without_it_have_no_step_count(some):
     assert fit(some) is None
 
 

@@ -36,7 +36,7 @@ def test_a_loss_that_no_shorter_run_has():
         pruning.steps_to(1.5, curve, 1000)
 
 
-def test_what_is_lost_is_lost_of_the_same_model():
+def test_losses_are_compared_with_the_same_model():
     def found(steps: int, loss: float, worse: float) -> pruning.Found:
         losses = {(way, s): loss + worse * s for way in pruning.WAYS for s in pruning.SPARSITIES}
         return pruning.Found(steps, loss, losses, 3.0)

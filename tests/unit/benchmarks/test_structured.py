@@ -23,10 +23,10 @@ def test_rows_and_page(capsys, monkeypatch):
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="it is measured here")
 @pytest.mark.parametrize("bench", [structured, long])
-def test_without_a_gpu_rows_say_why_they_have_no_times(bench, capsys):
+def test_without_a_gpu_rows_have_reasons_instead_of_times(bench, capsys):
     assert bench.main(["--device", "cuda", "--quick", "--json"]) == 0
-    told = json.loads(capsys.readouterr().out)
-    assert told["machine"] and told["rows"]
-    assert all(row["speedup"] is None and row["why"] == "not measured: no CUDA device" for row in told["rows"])
+    reported = json.loads(capsys.readouterr().out)
+    assert reported["machine"] and reported["rows"]
+    assert all(row["speedup"] is None and row["why"] == "not measured: no CUDA device" for row in reported["rows"])
     assert bench.main(["--device", "cuda", "--quick"]) == 0
-    assert capsys.readouterr().out.count("not measured: no CUDA device") == len(told["rows"])
+    assert capsys.readouterr().out.count("not measured: no CUDA device") == len(reported["rows"])

@@ -22,7 +22,7 @@ from mst_scale.data.prepare import prepare
 from mst_scale.data.recipe import Recipe
 from mst_scale.errors import UserError
 from mst_scale.flops.ledger import forecast
-from mst_scale.sparsity_variation import SHORTEST_DEFAULT
+from mst_scale.sparsity_variation import MIN_DEFAULT_INTERVAL
 from tests.support.tiny_study import TINY, everything, row
 
 
@@ -48,7 +48,7 @@ def test_a_variant_like_another(folder):
     assert more.set == {"mst.sparsity.max": 0.7, "mst.attention.pattern": "dense", "mst.topology.interval": 1}
 
 
-def test_what_a_cell_comes_to(folder):
+def test_the_outcome_of_a_cell(folder):
     plan = read_plan("tiny", folder)
     dense, short, mst = (job(plan, Cell("tiny", 1, name), 1e-2, 1, "c") for name in ("dense", "dense-short", "mst"))
     weights = 12 * 16**2 + (257 + 32) * 16
@@ -118,7 +118,7 @@ def test_a_plan_with_an_unknown_choice_is_rejected(folder, wrong, message):
         read_plan("tiny", folder)
 
 
-def test_a_digest_is_of_what_a_loss_depends_on():
+def test_a_digest_covers_everything_that_a_loss_depends_on():
     raw = TINY["config"]
     digest = digest_of(load(raw))
     same = ["data.dir=elsewhere", "training.save_every=7", "training.log_every=7", "mst.topology.interval=null"]
@@ -147,7 +147,7 @@ def test_the_first_seed_chooses_the_rate_and_the_others_run_at_it(folder):
 
 
 @pytest.mark.parametrize(("best", "tried"), [(0.005, [0.0025, 0.005, 0.01]), (0.03, [0.005, 0.01, 0.02, 0.04])])
-def test_a_grid_goes_on_until_its_best_rate_is_inside(folder, best, tried):
+def test_a_grid_is_widened_until_its_best_rate_is_inside(folder, best, tried):
     (folder / "tiny.json").write_text(json.dumps({**TINY, "rates": [0.005, 0.01], "widen": True}))
     plan, cell = read_plan("tiny", folder), Cell("tiny", 1, "dense")
 
@@ -209,7 +209,7 @@ def test_recorded_runs_are_found_by_the_digests_of_their_plans(name):
     plan, rows = read_plan(name), records.known(FOLDER)
     sure, _ = outcome.wanted(plan, rows, plan.config["data"]["dir"])
     table = (FOLDER / f"{name}.md").read_text().partition("## All runs")[2]
-    lines = [line for line in table.splitlines() if line.startswith("|") and "no longer asked for" not in line]
+    lines = [line for line in table.splitlines() if line.startswith("|") and "no longer planned" not in line]
     shown = [line.split("|")[1].strip() for line in lines[2:]]
     assert shown and shown == [one.digest for one in sure if one.digest in rows]
 
@@ -232,14 +232,14 @@ def test_a_recipe_is_what_was_measured(recipe, name, variant):
     assert named.attention_schedule == measured.attention_schedule and named.mst.targets == measured.mst.targets
     # the studies state the interval that was the default when they ran; today's default is never below 25
     stated, interval = measured.mst.topology.interval, measured.schedule.interval
-    assert stated is None or stated < SHORTEST_DEFAULT == named.schedule.interval
+    assert stated is None or stated < MIN_DEFAULT_INTERVAL == named.schedule.interval
     assert dataclasses.replace(named.schedule, interval=interval) == measured.schedule
     assert dataclasses.replace(named.mst.topology, interval=stated) == measured.mst.topology
     decays = {in_steps(e.training.decay, e.training.steps) for e in (named, measured)}
     assert len(decays) == 1 and named.training.lr_schedule == measured.training.lr_schedule == "wsd"
 
 
-def test_the_time_left_follows_what_runs_took(folder):
+def test_the_remaining_time_is_estimated_from_finished_runs(folder):
     plan = read_plan("tiny", folder)
     jobs, _ = outcome.wanted(plan, {}, "c")
     mst = next(one for one in jobs if one.cell.variant == "mst")
@@ -252,7 +252,8 @@ def test_the_time_left_follows_what_runs_took(folder):
     assert runner.seconds_left(dense, {}, {dense[0].trunk: 45}) < runner.seconds_left(dense, {}, {})
 
 
-def test_a_queue_stops_goes_on_and_repeats_nothing(folder, monkeypatch):
+@pytest.mark.full
+def test_a_queue_stops_and_resumes_without_repeating_anything(folder, monkeypatch):
     plan = {**TINY, "seeds": [1], "rates": [1e-2]}
     plan["variants"] = {"dense": {"shares": [0.5, 1.0]}, "wrong": {"set": {"optimizer.params.nonsense": 1}}}
     (folder / "queue.json").write_text(json.dumps(plan))
@@ -269,31 +270,31 @@ def test_a_queue_stops_goes_on_and_repeats_nothing(folder, monkeypatch):
             code = study.main([*words, *more, "--json"])
         return code, json.loads(said.getvalue())
 
-    code, told = run("--budget", "0")
-    assert code == 0 and told["done"] == 0 and not (folder / "out" / "runs").exists()
-    code, told = run()
+    code, reported = run("--budget", "0")
+    assert code == 0 and reported["done"] == 0 and not (folder / "out" / "runs").exists()
+    code, reported = run()
     path = records.path_of("queue", folder)
     before = records.rows_in(path)
-    assert code == 1 and told["done"] == 2 and len(before) == 3
-    assert {"gpu", "torch"} <= told["machine"].keys() and len(told["rows"]) == len(told["cells"]) >= 2
-    assert all({"variant", "val_loss", "flops"} <= row.keys() for row in told["rows"])
+    assert code == 1 and reported["done"] == 2 and len(before) == 3
+    assert {"gpu", "torch"} <= reported["machine"].keys() and len(reported["rows"]) == len(reported["cells"]) >= 2
+    assert all({"variant", "val_loss", "flops"} <= row.keys() for row in reported["rows"])
     rows = {found["variant"]: found for found in before}
     assert rows["wrong"]["status"] == records.FAILED and "optimizer.params.nonsense" in rows["wrong"]["reason"]
     assert rows["dense"]["steps_run"] == 60 - 45 + (45 - 22), "a branch of a trunk that stood at the shorter one's"
     assert rows["dense"]["curve"][-1] == [60, pytest.approx(rows["dense"]["val_loss"], abs=1e-5)]
     splits = json.loads((folder / "corpus" / "meta.json").read_text())["splits"]
     text = hashlib.sha256((splits["train"]["sha256"] + splits["val"]["sha256"]).encode()).hexdigest()[:16]
-    told_by_run = json.loads((folder / "out" / "runs" / rows["dense"]["digest"] / "run.json").read_text())
-    assert rows["dense"]["corpus"] == told_by_run["starts"][-1]["corpus"] == text, "what a rival's text is held against"
+    run_json = json.loads((folder / "out" / "runs" / rows["dense"]["digest"] / "run.json").read_text())
+    assert rows["dense"]["corpus"] == run_json["starts"][-1]["corpus"] == text, "what a rival's text is held against"
     with pytest.raises(UserError, match="--resume"):
         run()
 
     # what a killed queue had not written down is found in the run's folder, and only what failed is tried again
     path.unlink()
     records.append(path, before[0])
-    code, told = run("--resume", "--at-once", "2")
+    code, reported = run("--resume", "--at-once", "2")
     again = records.rows_in(path)
-    assert told["done"] == 2 and len(again) == 3
+    assert reported["done"] == 2 and len(again) == 3
     assert {r["digest"]: r.get("val_loss") for r in again} == {r["digest"]: r.get("val_loss") for r in before}
 
     shutil.rmtree(folder / "corpus")
@@ -301,7 +302,8 @@ def test_a_queue_stops_goes_on_and_repeats_nothing(folder, monkeypatch):
         run("--resume")
 
 
-def test_a_method_that_grows_spends_what_its_smaller_run_has_spent_too(folder):
+@pytest.mark.full
+def test_a_method_that_grows_includes_the_flops_of_its_smaller_run(folder):
     variants = {
         "dense": {},
         "stack": {"method": "stack", "as_long_as": "dense", "grown_from": {"model": {"n_layer": 1}, "share": 0.5}},
@@ -367,7 +369,7 @@ def test_several_runs_at_once_are_each_made_once_and_never_two_of_a_trunk(folder
         runner.Runner(plan, folder / "out", folder, folder / "corpus", at_once=2).run_all()
 
 
-def test_pages_of_the_corpus_lose_their_markup_and_what_was_there_before():
+def test_pages_of_the_corpus_are_cleaned_of_markup():
     sentence = "The weights of a layer are pruned by their size, and grown in the order of the gradients that it has. "
     first = f"<head><title>x</title></head><p>Next &amp; Up</p><p>{sentence * 20}</p><pre>a &lt; b\n  c</pre>"
     assert corpus.plain(first)[0] == "Next & Up" and corpus.plain(first)[2] == "a < b\n  c"
@@ -377,7 +379,7 @@ def test_pages_of_the_corpus_lose_their_markup_and_what_was_there_before():
     assert found == ["\n\n".join(corpus.plain(first)), corpus.plain(second)[1]]
 
 
-def test_what_is_wrong_is_said(folder):
+def test_errors_are_reported(folder):
     with pytest.raises(UserError, match="ablations"):
         study.main(["nothing", "--page"])
     (folder / "bad.json").write_text(json.dumps({**TINY, "sedes": [1]}))
@@ -385,7 +387,7 @@ def test_what_is_wrong_is_said(folder):
         read_plan("bad", folder)
 
 
-def test_rivals_are_all_there_and_spend_the_flops_of_a_dense_run():
+def test_all_baselines_are_there_and_use_the_flops_of_a_dense_run():
     plan = read_plan("rivals")
     methods = {variant.method for variant in plan.variants.values()}
     others = {"tiny", "dense-short", "fixed", "sparse", "sd", "dsd", "gd"}  # another model, a length, variants of mst

@@ -1,4 +1,4 @@
-"""What the page of a study says of its runs: worth, rivals, differences, the law of average weights."""
+"""The page of a study: FLOP multipliers, baselines, differences, the law of average weights."""
 
 import json
 import re
@@ -14,7 +14,7 @@ from mst_scale.report.style import DARK, LIGHT
 from tests.support.tiny_study import TINY, everything, row
 
 
-def test_the_page_says_how_far_a_setting_lies_from_the_law_of_average_weights(folder):
+def test_the_page_has_the_distance_of_a_setting_from_the_law_of_average_weights(folder):
     """Dense runs of four sizes obey one; MST learns 0.05 more than its active weights and tokens explain."""
     shares = [0.5, 1.0, 2.0]
     variants = {"dense": {"shares": shares}, "dense-small": {"small": True, "shares": shares}}
@@ -33,14 +33,14 @@ def test_the_page_says_how_far_a_setting_lies_from_the_law_of_average_weights(fo
     of_dense = text.partition("## The law of average weights")[2]
     assert "N^0.5" in of_dense and "D^0.6" in of_dense
     lines = [line.split("|") for line in of_dense.partition("## All runs")[0].splitlines()]
-    told = {cells[1].strip(): cells[5].strip() for cells in lines if len(cells) > 5}
-    assert told["mst, tiny, 1 tokens a parameter"] == told["mst, mid, 1 tokens a parameter"] == "-0.0500"
-    assert told["dense × 2, mid, 1 tokens a parameter"] in ("+0.0000", "-0.0000")
+    reported = {cells[1].strip(): cells[5].strip() for cells in lines if len(cells) > 5}
+    assert reported["mst, tiny, 1 tokens per parameter"] == reported["mst, mid, 1 tokens per parameter"] == "-0.0500"
+    assert reported["dense × 2, mid, 1 tokens per parameter"] in ("+0.0000", "-0.0000")
     without = {digest: kept for digest, kept in rows.items() if (kept["size"], kept["variant"]) == ("tiny", "dense")}
     assert "average weights" not in page.written(plan, without, "c", folder).read_text()
 
 
-def test_another_optimizer_is_a_method_of_its_own(folder):
+def test_another_optimizer_is_a_separate_method(folder):
     """It does not bend the line that methods with the plan's optimizer are read off."""
     sgd = {"set": {"optimizer": {"type": "Muon", "params": {"lr": 1e-2}}, "zero_optimization.stage": 1}}
     (folder / "tiny.json").write_text(json.dumps({**TINY, "variants": {**TINY["variants"], "muon": sgd}}))
@@ -51,13 +51,13 @@ def test_another_optimizer_is_a_method_of_its_own(folder):
     assert cells["mst", 1.0]["worth_all_sizes_paper"]["value"] == pytest.approx(1.0)
 
 
-def test_the_page_says_what_a_method_is_worth(folder):
+def test_the_page_has_the_flop_multiplier_of_a_method(folder):
     """Loss = 10 · C^-0.05 for dense runs at the better rate; MST reaches what 1.25 times its FLOPs buy."""
     plan = read_plan("tiny", folder)
 
     def loss(one):
-        worth = 1.25 if one.cell.variant == "mst" else 1.0
-        return 10 * (worth * one.flops) ** -0.05 + (0.5 if one.rate == 1e-3 else 0)
+        multiplier = 1.25 if one.cell.variant == "mst" else 1.0
+        return 10 * (multiplier * one.flops) ** -0.05 + (0.5 if one.rate == 1e-3 else 0)
 
     rows = everything(plan, loss)
     assert len(rows) == 11
@@ -70,8 +70,8 @@ def test_the_page_says_what_a_method_is_worth(folder):
     (folder / "all").mkdir()
     text = page.written(plan, rows, "c", folder, folder / "all").read_text()
     assert "1.25 (1.25 to 1.25)" in text and "0.01*" in text and text.count("| finished |") == 11
-    assert [path.name for path in sorted(folder.glob("*.svg"))] == ["tiny-paper.svg", "tiny-worth-paper.svg"]
-    every = ["tiny-causal.svg", "tiny-paper.svg", "tiny-worth-causal.svg", "tiny-worth-paper.svg"]
+    assert [path.name for path in sorted(folder.glob("*.svg"))] == ["tiny-multipliers-paper.svg", "tiny-paper.svg"]
+    every = ["tiny-causal.svg", "tiny-multipliers-causal.svg", "tiny-multipliers-paper.svg", "tiny-paper.svg"]
     assert [path.name for path in sorted((folder / "all").iterdir())] == every
 
 
@@ -86,7 +86,7 @@ def test_one_picture_is_light_or_dark_as_its_reader_prefers(folder):
     ElementTree.fromstring(svg)
 
 
-def test_dense_runs_of_other_studies_are_rivals_where_they_can_be_compared(folder):
+def test_comparable_dense_runs_of_other_studies_are_baselines(folder):
     """Of the same text and seeds, at a known rate; a run that both studies have counts once."""
     plan = read_plan("tiny", folder)
     rows = everything(plan, lambda one: 10 * one.flops**-0.05)
@@ -101,31 +101,31 @@ def test_dense_runs_of_other_studies_are_rivals_where_they_can_be_compared(folde
     theirs = read_plan("other", folder)
     more = {**rows, **everything(theirs, lambda one: 9 * one.flops**-0.05)}
 
-    def rivals(rows, plan=plan):
+    def baselines(rows, plan=plan):
         return {s: [m.name for m in its] for s, its in outcome.baselines_elsewhere(plan, found, rows, folder).items()}
 
-    assert rivals(more) == {"other": ["dense-slow (other)"]}, "the other dense run is the plan's own"
+    assert baselines(more) == {"other": ["dense-slow (other)"]}, "the other dense run is the plan's own"
     lacks = next(one for one in outcome.wanted(theirs, more, "c")[0] if one.cell.variant == "dense-slow")
-    assert rivals({digest: row for digest, row in more.items() if digest != lacks.digest}) == {}, "a rate is to come"
+    assert baselines({digest: row for digest, row in more.items() if digest != lacks.digest}) == {}, "a rate is to come"
     texts = {digest: {**row, "corpus": "other"} if digest not in rows else row for digest, row in more.items()}
-    assert rivals(texts) == {}
+    assert baselines(texts) == {}
     (folder / "other.json").write_text(json.dumps({**other, "seeds": [2, 3]}))
-    assert rivals({**more, **everything(read_plan("other", folder), lambda one: 1.0)}) == {}
+    assert baselines({**more, **everything(read_plan("other", folder), lambda one: 1.0)}) == {}
     (folder / "other.json").write_text(
         json.dumps({**other, "config": {**TINY["config"], "training": {**TINY["config"]["training"], "eval_seed": 0}}})
     )
-    assert rivals({**more, **everything(read_plan("other", folder), lambda one: 1.0)}) == {}
+    assert baselines({**more, **everything(read_plan("other", folder), lambda one: 1.0)}) == {}
 
-    def worth(its):
+    def multiplier(its):
         each = frontier.rows([one.method for one in found], its)
         return next(row for row in each if row["name"].startswith("mst"))["worth_all_sizes_paper"]["value"]
 
     (folder / "other.json").write_text(json.dumps(other))
     elsewhere = outcome.baselines_elsewhere(plan, found, more, folder)["other"]
-    assert worth(elsewhere) < worth([]), "a better rival makes a method worth less"
+    assert multiplier(elsewhere) < multiplier([]), "a better rival makes a method worth less"
 
 
-def test_what_differs_from_the_reference_by_more_than_its_noise_counts(folder):
+def test_differences_from_the_reference_beyond_the_noise_count(folder):
     """Seeds lie 0.5 apart, so that means alone would say nothing; what spends other FLOPs is not set beside it."""
     means = {"dense-short": 3.0, "slow": 3.2, "fast": 3.001}
     noise = {"dense-short": [0.0, 0.0], "slow": [0.01, -0.01], "fast": [0.01, -0.01]}
@@ -139,15 +139,15 @@ def test_what_differs_from_the_reference_by_more_than_its_noise_counts(folder):
         return means.get(its, 4.0) + 0.5 * one.seed + noise.get(its, [0.0, 0.0])[one.seed - 1]
 
     rows = everything(plan, loss)
-    told = {one["name"]: one for one in page.answers(plan, rows, "c")["against_reference"]}
-    assert set(told) == {"slow", "fast"}
-    assert told["slow"]["mean"] == pytest.approx(0.2) and told["slow"]["error"] == pytest.approx(0.01)
-    assert told["slow"]["counts"] and not told["fast"]["counts"]
+    reported = {one["name"]: one for one in page.answers(plan, rows, "c")["against_reference"]}
+    assert set(reported) == {"slow", "fast"}
+    assert reported["slow"]["mean"] == pytest.approx(0.2) and reported["slow"]["error"] == pytest.approx(0.01)
+    assert reported["slow"]["counts"] and not reported["fast"]["counts"]
     text = page.written(plan, rows, "c", folder).read_text()
     assert "| slow | +0.2000 | 0.0100 | 2 | worse |" in text
     assert "| fast | +0.0010 | 0.0100 | 2 | within the noise |" in text
     assert "(tiny-against.svg)" in text and (folder / "tiny-against.svg").is_file()
-    assert "(tiny-paper.svg)" in text and "worth-paper.svg" not in text, "a page shows two pictures"
+    assert "(tiny-paper.svg)" in text and "multipliers-paper.svg" not in text, "a page shows two pictures"
     assert against.difference("one seed", {1: 1.0}, {1: 2.0}) is None
 
 
@@ -173,5 +173,6 @@ def test_the_overview_is_of_the_runs_that_are_kept(tmp_path):
     assert overview.written(tmp_path).read_text() == (FOLDER / "overview.md").read_text()
     found = overview.settings(tmp_path)
     of_main = next(one for one in found if one.study == "main" and one.recipe == overview.BEST)
-    assert f"{of_main.worth['paper', 'all sizes']}" in (FOLDER / "main.md").read_text()
-    assert all(one.worth.keys() == found[0].worth.keys() for one in found) and len(found[0].worth) == 4
+    assert f"{of_main.multipliers['paper', 'all sizes']}" in (FOLDER / "main.md").read_text()
+    assert all(one.multipliers.keys() == found[0].multipliers.keys() for one in found)
+    assert len(found[0].multipliers) == 4

@@ -25,7 +25,7 @@ def test_help_has_examples(capsys: pytest.CaptureFixture[str]):
     assert "mst data openwebtext" in shown and "--verify" in shown
 
 
-def test_words_for_people(source: str, capsys: pytest.CaptureFixture[str]):
+def test_formatting(source: str, capsys: pytest.CaptureFixture[str]):
     assert main(["data", source, "--tokenizer", "byte", "--workers", "1"]) == 0
     out, err = capsys.readouterr()
     first, train, val = out.strip().splitlines()
@@ -36,16 +36,16 @@ def test_words_for_people(source: str, capsys: pytest.CaptureFixture[str]):
 
 
 @pytest.mark.parametrize(
-    ("told", "says"),
+    ("reported", "says"),
     [
         (["nowhere.txt"], "source 'nowhere.txt': no such file"),  # with the default tokenizer, also without a network
         (["stdlib", "--tokenizer", "nope"], "unknown tokenizer 'nope'"),
         (["README.md", "--tokenizer", "byte"], "not a kind of file that can be read"),
     ],
 )
-def test_a_wrong_name_is_one_line(told: list[str], says: str, source: str, capsys: pytest.CaptureFixture[str]):
+def test_a_wrong_name_is_one_line(reported: list[str], says: str, source: str, capsys: pytest.CaptureFixture[str]):
     Path("README.md").write_text("text\n")
-    assert main(["data", *told, "--out", "c"]) == 2
+    assert main(["data", *reported, "--out", "c"]) == 2
     out, err = capsys.readouterr()
     assert (out, err.count("\n")) == ("", 1) and says in err
     assert not Path("c").exists()
@@ -66,7 +66,7 @@ def test_the_default_is_python_itself(tmp_path: Path, monkeypatch: pytest.Monkey
     assert 0.8 * 300_000 < sum(split["tokens"] for split in meta["splits"].values()) < 300_000 + 1000
 
 
-def test_verify_tells_whole_from_damaged(source: str, capsys: pytest.CaptureFixture[str]):
+def test_verify_distinguishes_complete_from_damaged(source: str, capsys: pytest.CaptureFixture[str]):
     main(["data", source, "--tokenizer", "byte", "--out", "c"])
     capsys.readouterr()
     assert main(["data", "--verify", "c"]) == 0
@@ -92,7 +92,7 @@ def test_verify_tells_whole_from_damaged(source: str, capsys: pytest.CaptureFixt
         (["--verify", "foreign"], "has format None"),
         (["loop", "--tokenizer", "byte"], "no such file"),
         (["./loop", "--tokenizer", "byte"], "no such file"),
-        (["stdlib", "--out", "books.jsonl"], "'books.jsonl' is no folder; choose another"),
+        (["stdlib", "--out", "books.jsonl"], "'books.jsonl' is not a folder; choose another"),
         (["stdlib", "--out", "loop"], "choose another folder"),
         (["stdlib", "--out", "x" * 300], "File name too long; choose another folder"),
         (["books.jsonl", "--verify", "nowhere"], "--verify takes a corpus folder and nothing else"),

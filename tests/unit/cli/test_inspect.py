@@ -45,7 +45,7 @@ def test_a_dense_checkpoint(tmp_path, capsys):
     assert not (tmp_path / "m.safetensors").exists()
 
 
-def test_bad_input_is_one_line_and_damage_is_no_wrong_use(tmp_path, capsys):
+def test_bad_input_is_one_line_and_damage_is_not_a_usage_error(tmp_path, capsys):
     folder = sealed(tmp_path / "step00000040", whole(1))
     damaged(folder / "mst" / "rank_00001.safetensors")
     torn = sealed(tmp_path / "step00000041", whole(1))

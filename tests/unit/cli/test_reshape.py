@@ -20,7 +20,7 @@ def folder(tmp_path, monkeypatch):
 def test_what_is_said(folder, capsys):
     assert main(["reshape", str(folder)]) == 0
     first, second = capsys.readouterr().out.splitlines()
-    assert first.startswith(f"{folder / 'universal'}: ") and "3 masks" in first and "made in" in first
+    assert first.startswith(f"{folder / 'universal'}: ") and "3 masks" in first and "written in" in first
     assert "any number of ranks" in second
     assert main(["reshape", str(folder)]) == 0
     assert "was there already" in capsys.readouterr().out
@@ -40,7 +40,7 @@ def test_bad_input_is_one_line_and_exit_2(folder, tmp_path, capsys):
     for words, message in (
         ([str(tmp_path / "nowhere")], "there is no folder"),
         ([str(folder), str(tmp_path / "taken")], "taken exists"),
-        ([str(folder), str(tmp_path / "file" / "out")], "file' is no folder; choose another"),
+        ([str(folder), str(tmp_path / "file" / "out")], "file' is not a folder; choose another"),
         ([str(folder), str(tmp_path / ("x" * 300))], "File name too long; choose another folder"),
     ):
         assert main(["reshape", *words]) == 2

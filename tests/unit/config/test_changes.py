@@ -50,12 +50,12 @@ def test_every_key_is_compared_unless_it_is_marked(key):
     assert (found == []) if key in WITHOUT_EFFECT else (len(found) == 1 and found[0].startswith(f"{key} ")), found
 
 
-def test_a_default_that_is_stated_is_no_change():
+def test_setting_a_default_is_not_a_change():
     found = [result_keys(load(RAW, more)) for more in ([], ["optimizer.params.torch_adam=false"])]
     assert differences(*found) == []
 
 
-def test_what_a_person_reads_of_a_difference():
+def test_differences_are_described():
     found = [result_keys(load(RAW, more)) for more in ([], ["mst.topology.policy=set", "gradient_clipping=1.0"])]
     assert differences(*found) == ["mst.topology.policy 'mst' → 'set'", "gradient_clipping unset → 1.0"]
     assert differences(*reversed(found)) == ["mst.topology.policy 'set' → 'mst'", "gradient_clipping 1.0 → unset"]
@@ -79,7 +79,7 @@ def test_deepspeeds_keys_that_watch_a_run_are_left_out(key, compared):
     assert (f"{key} unset → 7" in found) == compared
 
 
-def test_a_loop_of_ones_own_is_asked_for_what_it_reads_of_our_blocks():
+def test_a_custom_loop_needs_only_the_keys_that_it_reads():
     keys = result_keys(load(RAW), own_loop=True)
     blocks = {key.partition(".")[0] for key in keys}
     assert {"training.steps", "training.seed", "mst.topology.policy", "optimizer.params.lr"} <= keys.keys()

@@ -61,7 +61,7 @@ def stated(key, value):
     return {**MINIMAL, **raw}
 
 
-def refusal(key, value):
+def rejection(key, value):
     if key == "optimizer.params.betas" and not isinstance(value, list):
         value = [0.9, value]
     if key.startswith("mst.options."):
@@ -90,29 +90,29 @@ def refusal(key, value):
         ("mst.options.sharpness", 1e308, "a number from 1e-06 to 1,000,000"),
     ],
 )
-def test_a_value_that_cannot_be_meant_is_refused_with_its_key_and_range(key, value, usable):
-    told = refusal(key, value)
-    assert told is not None and key in told and usable in told and "\n" not in told
+def test_an_invalid_value_is_rejected_with_its_key_and_range(key, value, usable):
+    reported = rejection(key, value)
+    assert reported is not None and key in reported and usable in reported and "\n" not in reported
 
 
 @pytest.mark.parametrize(("key", "least", "most", "zero"), RANGES, ids=[one[0] for one in RANGES])
-def test_every_range_is_held_at_its_ends(key, least, most, zero):
+def test_every_range_includes_or_excludes_its_ends(key, least, most, zero):
     for value in (least, most, *([0] if zero else [])):
-        told = refusal(key, float(value))  # an end may be excluded, and other keys of the block may ask for more
-        assert told is None or " in (" in told or ")" in told or "must be" not in told
+        reported = rejection(key, float(value))  # an end may be excluded, and other keys of the block may ask for more
+        assert reported is None or " in (" in reported or ")" in reported or "must be" not in reported
     for value in (most * 2 + 1.5, -1e-9, *([least / 2] if least else [])):
-        told = refusal(key, value)
-        assert told is not None and key in told and "\n" not in told
+        reported = rejection(key, value)
+        assert reported is not None and key in reported and "\n" not in reported
 
 
 @pytest.mark.parametrize("rate", [1e-30, 30.0, 1e30])
 def test_learning_rates_have_no_range(rate):
-    assert refusal("optimizer.params.lr", rate) is None
+    assert rejection("optimizer.params.lr", rate) is None
 
 
 @pytest.mark.parametrize("key", ["gradient_clipping", "optimizer.params.eps", "optimizer.params.weight_decay"])
-def test_what_trainer_fills_in_is_left_to_it(key):
-    assert refusal(key, "auto") is None
+def test_auto_values_are_left_to_trainer(key):
+    assert rejection(key, "auto") is None
 
 
 def test_every_integer_has_a_largest_value():

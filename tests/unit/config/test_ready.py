@@ -28,10 +28,10 @@ def test_a_name_means_the_file_of_that_name_first(tmp_path, monkeypatch):
 )
 def test_a_name_that_means_nothing(name, near, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(ValueError) as refused:
+    with pytest.raises(ValueError) as rejected:
         load(name)
-    said = f"{name}: no such config file; the nearest ready config is '{near}' (there are bert_base, demo, gpt2_large, "
-    assert str(refused.value).startswith(said)
+    said = f"{name}: no such config file; the nearest ready-made config is '{near}' (of bert_base, demo, "
+    assert str(rejected.value).startswith(said)
 
 
 def test_names_are_taken_by_pretrain(tmp_path, monkeypatch):
@@ -43,7 +43,7 @@ def test_names_are_taken_by_pretrain(tmp_path, monkeypatch):
     assert 0 < shortened(experiment, 32).training.steps < 280_000
 
 
-def test_a_mistake_is_told_with_the_name():
+def test_an_error_names_the_file():
     with pytest.raises(ValueError, match=r"^demo: unknown key 'mst.spasity'"):
         load("demo", ["mst.spasity=1"])
 

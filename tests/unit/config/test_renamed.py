@@ -26,7 +26,7 @@ OLD = """{
 
 
 @pytest.fixture(autouse=True)
-def logged_anew():
+def clear_logged():
     renamed._log.cache_clear()
 
 

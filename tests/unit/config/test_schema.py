@@ -33,7 +33,7 @@ def test_every_ready_config_names_the_schema_and_validates(path):
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_what_a_run_writes_down_validates(recipe):
+def test_the_recorded_config_is_valid(recipe):
     VALIDATOR.validate(json.loads(json.dumps(to_dict(load("gpt2_small", [f"recipe={recipe}"])))))
 
 

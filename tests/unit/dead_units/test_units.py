@@ -70,7 +70,7 @@ def flags(model):
     parameters = dict(model.named_parameters())
     found = LineFlags(find_units(model)[0], {name: p.shape for name, p in parameters.items()})
     for name in found.shapes:
-        found.look(Shard.whole(name, parameters[name].shape), parameters[name].detach().view(-1))
+        found.add(Shard.whole(name, parameters[name].shape), parameters[name].detach().view(-1))
     return found
 
 
@@ -135,7 +135,7 @@ def test_a_unit_is_dead_exactly_when_none_of_its_gradients_is_nonzero(name):
         assert max(largest_gradient(model, factor, unit) for factor in some.factors) > 0
 
 
-def test_what_cannot_be_counted_is_left_out_with_the_reason():
+def test_uncountable_units_are_left_out_with_the_reason():
     model = gpt2()
     model.transformer.h[0].mlp.act = nn.Sigmoid()
     units, left_out = find_units(model)

@@ -52,7 +52,7 @@ def test_wrong_use_is_one_line(run, data, capsys, tmp_path, monkeypatch):
     assert "'nobody/nothing'" in rejected(capsys, "nobody/nothing", "--tasks", "lambada", *there)
 
 
-def test_a_tokenizer_file_that_lies_elsewhere_now(run, data, capsys, tmp_path):
+def test_a_tokenizer_file_that_was_moved(run, data, capsys, tmp_path):
     """A rank file without merges gives the ids of `byte`; what is in the file counts, not where it lies."""
     there, other = rank_file(tmp_path / "there.tiktoken", []), rank_file(tmp_path / "other.tiktoken", [b"th"])
     (tmp_path / "a.txt").write_text(TEXT * 9)

@@ -44,7 +44,7 @@ def test_the_papers_mst_row():
     assert dense_step_flops(SMALL).total / mst_mean() == pytest.approx(3.99, abs=0.005)
 
 
-def test_what_the_four_times_rest_on():
+def test_the_assumptions_of_the_factor_of_four():
     """On the sparse head (without it 2.2×) and on counting dense attention as the full square (without it 3.9×)."""
     paper, causal = (dense_step_flops(SMALL, accounting).total for accounting in ("paper", "causal"))
     assert paper / mst_mean(head=False) == pytest.approx(2.19, abs=0.005)
@@ -139,9 +139,9 @@ def test_flops_add_and_scale():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"density": 1.5}, "1.5 is not a share"),
-        ({"density": {"wte.weight": -0.1}}, "wte.weight: -0.1 is not a share"),
-        ({"density": {"lm_head.weight": 0.5}}, "no matrix of this model is called 'lm_head.weight'"),
+        ({"density": 1.5}, "1.5 is not a fraction"),
+        ({"density": {"wte.weight": -0.1}}, "wte.weight = -0.1 is not a fraction"),
+        ({"density": {"lm_head.weight": 0.5}}, "this model has no matrix 'lm_head.weight'"),
         ({"accounting": "generous"}, "'generous' is unknown: choose one of paper, causal"),
     ],
 )

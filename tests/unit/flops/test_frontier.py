@@ -13,13 +13,13 @@ def law(flops: float, floor: float = 0.0) -> float:
     return floor + 100.0 * flops**-0.12
 
 
-@pytest.mark.parametrize("worth", [0.6, 1.0, 1.7, 3.9])
-def test_the_known_multiplier_of_a_power_law_is_recovered(worth):
+@pytest.mark.parametrize("gain", [0.6, 1.0, 1.7, 3.9])
+def test_the_known_multiplier_of_a_power_law_is_recovered(gain):
     """Loss = a · C^-b, and a method that is worth `worth` times what it spends."""
     dense = [{1: Point(c, law(c))} for c in BUDGETS]
     spent = 3e12
-    found = multiplier({1: Point(spent, law(worth * spent))}, dense)
-    assert found == Multiplier(pytest.approx(worth, rel=1e-12))
+    found = multiplier({1: Point(spent, law(gain * spent))}, dense)
+    assert found == Multiplier(pytest.approx(gain, rel=1e-12))
 
 
 def test_a_floor_under_the_loss_is_overread_by_little_at_budgets_a_factor_of_two_apart():
@@ -48,7 +48,7 @@ def test_only_the_best_dense_runs_count():
     assert needed(1.9, points) == Needed(4.0, "≥")
 
 
-def test_of_dense_runs_of_nearly_the_same_flops_the_best_stands_for_all():
+def test_of_dense_runs_with_nearly_equal_flops_the_best_is_used():
     """Between them the line would be as steep as chance has it: a loss between theirs is outside."""
     points = [Point(1.0, 3.0), Point(1.004, 2.8), Point(2.0, 2.0)]
     assert frontier(points) == points[1:]
@@ -59,9 +59,9 @@ def test_of_dense_runs_of_nearly_the_same_flops_the_best_stands_for_all():
 
 def test_the_interval_over_seeds_is_students_t_of_the_logarithms():
     """Seeds shift dense and method alike: pairing takes that out, and what is left is 1.5, 2 and 8/3 (by hand)."""
-    shifts, worths = {1: 0.9, 2: 1.0, 3: 1.2}, {1: 1.5, 2: 2.0, 3: 8 / 3}
+    shifts, gains = {1: 0.9, 2: 1.0, 3: 1.2}, {1: 1.5, 2: 2.0, 3: 8 / 3}
     dense = [{s: Point(c, shift * law(c)) for s, shift in shifts.items()} for c in BUDGETS]
-    method = {s: Point(2e12, shifts[s] * law(worth * 2e12)) for s, worth in worths.items()}
+    method = {s: Point(2e12, shifts[s] * law(gain * 2e12)) for s, gain in gains.items()}
     found = multiplier(method, dense)
     reach = 4.303 * math.log(4 / 3) / math.sqrt(3)
     assert found.value == pytest.approx(2.0) and found.seeds == 3 and not found.bound
@@ -87,8 +87,8 @@ def test_a_dense_run_of_one_seed_is_read_by_all():
         pytest.approx(2.0), "", pytest.approx(2.0), pytest.approx(2.0), 3
     )
     strong = {1: Point(3e12, 0.9 * law(6e12))}
-    alone, beside = (multiplier({2: method[2]}, [*full, *more]).value for more in ([], [strong]))
-    assert beside < alone == pytest.approx(2.0), "seed 2 meets what is known of the strong run"
+    alone, together = (multiplier({2: method[2]}, [*full, *more]).value for more in ([], [strong]))
+    assert together < alone == pytest.approx(2.0), "seed 2 meets what is known of the strong run"
     assert multiplier(method, [*full, {s: full[0][s] for s in (1, 2)}]).seeds == 2
 
 
@@ -98,7 +98,7 @@ def test_an_interval_needs_two_values():
     assert (low, high) == (pytest.approx(2 - 4.303 / 3**0.5), pytest.approx(2 + 4.303 / 3**0.5))
 
 
-def test_what_is_no_point_is_refused():
+def test_invalid_points_are_rejected():
     with pytest.raises(ValueError, match="FLOPs and a loss above 0"):
         Point(0.0, 1.0)
     with pytest.raises(ValueError, match="no dense run"):

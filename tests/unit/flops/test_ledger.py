@@ -110,18 +110,18 @@ def test_blocks_count_as_blocks():
     assert ultra[0].density["wte.weight"] == 7 / 14, "50 rows are 7 block rows"
 
 
-def test_globs_that_match_nothing_are_refused_without_a_model():
+def test_globs_that_match_nothing_are_rejected_without_a_model():
     with pytest.raises(ValueError, match=r"'mlp\*' matches no parameter that can be sparse"):
         forecast(load(RAW, ['mst.targets.exclude=["mlp*"]']))
 
 
-def test_what_a_dense_head_would_cost():
+def test_the_flops_with_a_dense_head():
     experiment = load(RAW)
     assert forecast(experiment, dense_head=True).mean == forecast(load(RAW, ["mst.targets.lm_head=false"])).mean
     assert forecast(experiment, dense_head=True).reduction() < forecast(experiment).reduction()
 
 
-def test_the_ledger_adds_up_what_the_forecast_foresees():
+def test_the_ledger_adds_up_to_the_forecast():
     experiment = load(RAW)
     ledger = Ledger(experiment.model, 4)
     for stretch in stretches(experiment):
@@ -184,7 +184,7 @@ def test_topology_steps_by_hand():
         assert topology_flops(load(RAW, [*at_random, f"mst.topology.grown_moments={moments}"], "mst"))[0] == 0
 
 
-def test_topology_steps_cost_only_what_is_masked():
+def test_topology_steps_only_add_flops_of_inactive_weights():
     """Counted step by step for MST: step s reads the gradient of the forward pass after s - 1 steps."""
     experiment = load(RAW, ["mst.topology.interval=1"])
     schedule, sparse = experiment.schedule, sparse_matrices(experiment)
@@ -200,7 +200,7 @@ def test_topology_steps_cost_only_what_is_masked():
     assert extra.total == pytest.approx(total / 60)
 
 
-def test_tiny_is_what_method_tiny_trains():
+def test_the_tiny_model_is_that_of_method_tiny():
     tiny = load(RAW, method="tiny").model
     assert tiny_flops(load(RAW)) == {a: dense_step_flops(tiny, a) for a in ACCOUNTINGS}
 
@@ -227,10 +227,10 @@ def test_dense_short_trains_as_many_dense_steps_as_the_flops_buy(tmp_path):
     assert shortened(sparse) is sparse
 
 
-def test_dense_short_of_dense_short_is_refused(tmp_path):
+def test_dense_short_of_dense_short_is_rejected(tmp_path):
     path = tmp_path / "c.json"
     path.write_text(json.dumps({**RAW, "mst": {"method": "dense-short", "like": "x"}}))
-    with pytest.raises(ValueError, match="is a dense-short run itself"):
+    with pytest.raises(ValueError, match="is itself a dense-short run"):
         shortened(load(path, [f"mst.like={path}"]))
     with pytest.raises(ValueError, match=r"nope\.json: no such config file"):
         shortened(load(path, ["mst.like=nope.json"]))

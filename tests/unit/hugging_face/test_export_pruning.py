@@ -72,7 +72,7 @@ def test_transformers_computes_with_the_pruned_weights(run, tmp_path, method, as
     assert about == done.pruning == expected
     card = (tmp_path / "hf" / "README.md").read_text()
     assert f"by {METHODS[method].title}" in card and ("groups of inputs run down" in card) == ("pattern" in asked)
-    assert ("calibrated on 9 sequences of" in card) == ("multiplies with it: wte.weight" in card) == looks
+    assert ("calibrated on 9 sequences of" in card) == ("multiplies by it: wte.weight" in card) == looks
 
 
 def test_the_method_is_magnitude_unless_another_is_named(run, tmp_path):
@@ -99,7 +99,7 @@ def test_zeros_of_training_count_and_stay(tmp_path_factory, tmp_path, method):
 
 @pytest.mark.parametrize("method", METHODS)
 @torch.no_grad()
-def test_a_bert_and_a_corpus_of_its_own(tmp_path, method):
+def test_a_bert_with_its_corpus(tmp_path, method):
     """Masked sequences, q, k and v in three matrices, a layer in the head; by another corpus than the run's."""
     from transformers import AutoModelForMaskedLM
 
@@ -173,7 +173,7 @@ def test_the_command(run, tmp_path, capsys):
     words = ["export", str(run), str(tmp_path / "hf")]
     assert main([*words, "--pattern", "2:4", "--method", "wanda", "--calibration-sequences", "4"]) == 0
     said = capsys.readouterr().out
-    assert "not pruned, as no linear layer multiplies by it: wte.weight" in said and "before pruning" in said
+    assert "not pruned, because no linear layer multiplies by it: wte.weight" in said and "before pruning" in said
     assert main(["export", str(run), str(tmp_path / "no"), "--prune", "0.5", "--method", "wnada"]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("mst: --method 'wnada'")
@@ -183,7 +183,7 @@ def test_sizes_are_printed_and_that_zeros_save_nothing(run, tmp_path, capsys):
     assert main(["export", str(run), str(tmp_path / "hf"), "--prune", "0.5"]) == 0
     said = capsys.readouterr().out
     size = (tmp_path / "hf" / "model.safetensors").stat().st_size
-    assert f"{size / 1e6:,.1f} MB in 1 file(s)" in said and "they make the file no smaller" in said
+    assert f"{size / 1e6:,.1f} MB in 1 file(s)" in said and "do not make the file smaller" in said
     assert main(["export", str(run), str(tmp_path / "hf2"), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["bytes"] == (tmp_path / "hf2" / "model.safetensors").stat().st_size
 

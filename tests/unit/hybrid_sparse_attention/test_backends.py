@@ -82,7 +82,7 @@ def test_head_dims(backend: str, dim: int, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_the_definition_is_as_exact_as_the_kernels_it_stands_in_for(dtype: torch.dtype) -> None:
+def test_the_definition_is_as_exact_as_the_kernels_that_it_replaces(dtype: torch.dtype) -> None:
     """`auto` takes it at small sizes where there is no compiler."""
     for kind, causal in itertools.product(("strided", "fixed"), (True, False)):
         check("definition", inputs((2, 4, 150, 64), 2, dtype), Pattern(kind, 32), causal)

@@ -52,7 +52,7 @@ def test_every_tile(case: Case) -> None:
 @pytest.mark.parametrize(
     ("part", "dtype", "dim"), [(0, "bf16", 256), (1, "fp16", 80), (0, "fp32", 64), (3, "fp32", 128)]
 )
-def test_what_is_not_tuned(kernel: str, part: int, dtype: str, dim: int) -> None:
+def test_inputs_without_tuning(kernel: str, part: int, dtype: str, dim: int) -> None:
     """Shared memory within an A100's; heads of 256 may spill, and float32 is multiplied as float32."""
     kind = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[dtype]
     tile = tiles.tiles_of(kernel, 90, kind, dim)[0]
@@ -89,7 +89,7 @@ def test_lengths_within_a_factor_of_four_share_their_choice() -> None:
 
 
 @pytest.mark.parametrize("name", tiles.KERNELS)
-def test_choices_are_kept_by_what_they_depend_on(name):
+def test_tuning_results_are_cached_by_their_inputs(name):
     """The tuner leaves out names that a kernel does not have, and launches of all kinds would share a choice."""
     tuned = triton_kernel._tuned(name, tiles.tiles_of(name, 90, torch.bfloat16, 64), ())
     assert tuned.cache_results and set(tuned.keys) == set(triton_kernel.TUNED_BY)

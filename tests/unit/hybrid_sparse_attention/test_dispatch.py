@@ -44,7 +44,7 @@ def test_the_choice_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
         ("flash", "unknown: choose one of auto, dense, cpp"),
     ],
 )
-def test_a_backend_that_cannot_run_says_why(backend: str, reason: str) -> None:
+def test_a_backend_that_cannot_run_gives_the_reason(backend: str, reason: str) -> None:
     with pytest.raises(ValueError, match=reason):
         attention(*small(), SPARSE, backend=backend)
 

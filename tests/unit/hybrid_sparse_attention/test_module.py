@@ -59,7 +59,7 @@ def test_set_pattern_reaches_every_layer() -> None:
     assert [m.pattern for m in model.modules() if isinstance(m, SelfAttention)] == [Pattern("dense")] * 2
 
 
-def test_switching_equals_building_anew() -> None:
+def test_switching_equals_building_again() -> None:
     module, x = layer(), batch()
     for pattern in (*PATTERNS, *PATTERNS):
         set_pattern(module, pattern)

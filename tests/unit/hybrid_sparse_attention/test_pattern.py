@@ -22,12 +22,12 @@ def test_the_papers_pair_counts(pattern: Pattern, pairs: int, percent: float) ->
     assert round(100 * pattern.share(1024), 2) == percent  # printed with two digits
 
 
-def test_the_paper_counts_dense_as_the_whole_square() -> None:
+def test_the_paper_counts_dense_attention_as_the_whole_square() -> None:
     assert Pattern("dense").share(1024) == 1.0
     assert Pattern("dense").pairs(1024) == 1024 * 1025 // 2
 
 
-def test_causal_accounting_is_against_what_a_causal_kernel_needs() -> None:
+def test_causal_accounting_is_relative_to_a_causal_kernel() -> None:
     assert Pattern("strided", 256).share(1024, "causal") == 231_040 / 524_800
     assert Pattern("dense").share(1024, "causal") == 1.0
     # bidirectional attention needs the square
@@ -98,7 +98,7 @@ def test_patterns_are_values() -> None:
 
 
 @pytest.mark.parametrize(("kind", "stride"), [("windowed", 8), ("strided", 0), ("strided", 2.0), ("fixed", True)])
-def test_nonsense_is_refused(kind: str, stride: int) -> None:
+def test_nonsense_is_rejected(kind: str, stride: int) -> None:
     with pytest.raises(ValueError, match="attention"):
         Pattern(kind, stride)
     with pytest.raises(ValueError, match="accounting"):

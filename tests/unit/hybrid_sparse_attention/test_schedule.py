@@ -35,7 +35,7 @@ def test_a_phase_without_steps_is_left_out() -> None:
 
 
 @pytest.mark.parametrize("pieces", [(), ((1, SPARSE),), ((0, SPARSE), (5, DENSE), (5, SPARSE))])
-def test_bad_pieces_are_refused(pieces: tuple[tuple[int, Pattern], ...]) -> None:
+def test_bad_pieces_are_rejected(pieces: tuple[tuple[int, Pattern], ...]) -> None:
     with pytest.raises(ValueError, match="attention schedule"):
         AttentionSchedule(pieces)
     with pytest.raises(ValueError, match="negative"):

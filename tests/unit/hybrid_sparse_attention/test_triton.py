@@ -51,7 +51,7 @@ RAISED: list[tuple[str, int, int, bool, int, int, int, str]] = [
 ]
 
 
-def test_a_sequence_whose_offsets_do_not_fit_32_bits_is_refused():
+def test_a_sequence_whose_offsets_do_not_fit_32_bits_is_rejected():
     """Not read and written elsewhere."""
     q = torch.empty(1, 64, 1 << 18, 128, device="meta", dtype=torch.bfloat16)
     with pytest.raises(ValueError, match="sequence_parallel"):
@@ -95,7 +95,7 @@ def test_interpreted_tiles_are_said_to_be_seen_where_all_their_pairs_are(interpr
     assert parts == {"0", "1", "2", "3"}, "no such tile in some part"
 
 
-def test_interpreted_trials_of_tiles_leave_what_a_launch_continues_from(interpreted: list[dict[str, float]]) -> None:
+def test_interpreted_tuning_restores_the_inputs_of_a_launch(interpreted: list[dict[str, float]]) -> None:
     """A second launch adds to what the first has left; run five times, it must add once."""
     restoring, not_restoring = interpreted[-3], interpreted[-2]
     for name, error in restoring.items():
@@ -104,7 +104,7 @@ def test_interpreted_trials_of_tiles_leave_what_a_launch_continues_from(interpre
 
 
 @pytest.mark.parametrize("kernel", tiles.KERNELS)
-def test_what_a_kernel_reads_and_writes_is_what_trials_restore(kernel: str) -> None:
+def test_tuning_restores_the_tensors_that_a_kernel_reads_and_writes(kernel: str) -> None:
     """Tensors by name, in the source: read in any way, and stored."""
     source = ast.parse(inspect.getsource(getattr(triton_kernel, kernel).fn))
     loads, stores = (
@@ -142,7 +142,7 @@ def test_on_a_gpu(dtype: torch.dtype, pattern: tuple[str, int], causal: bool, di
 
 @pytest.mark.gpu
 @needs_gpu
-def test_auto_takes_triton_on_a_gpu() -> None:
+def test_auto_selects_triton_on_a_gpu() -> None:
     q, k, v, _ = inputs((1, 2, 600, 64), 2, torch.bfloat16, "cuda")
     pattern = Pattern("strided", 64)
     assert torch.equal(attention(q, k, v, pattern), attention(q, k, v, pattern, backend="triton"))

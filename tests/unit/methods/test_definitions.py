@@ -263,7 +263,7 @@ def test_two_of_four_by_sparse_tensor_cores(name, options, dtype, tokens):
 
 
 @pytest.mark.parametrize(("name", "options"), TWO_OF_FOUR)
-def test_what_sparse_tensor_cores_are_given(name, options, monkeypatch):
+def test_the_inputs_of_sparse_tensor_cores(name, options, monkeypatch):
     """Without the device: matrices with two of four along their rows, tokens in eights."""
     given = []
 

@@ -78,7 +78,7 @@ def test_layers_are_full_or_in_proportion(layers, kind, sparsity):
 
 @settings(deadline=None, max_examples=200, derandomize=True)
 @given(shapes, kinds, st.floats(0, 0.9999), st.floats(0, 0.9999))
-def test_a_lower_sparsity_takes_no_weight_from_any_layer(layers, kind, one, other):
+def test_a_lower_sparsity_removes_no_weight_from_any_layer(layers, kind, one, other):
     low, high = sorted((one, other))
     denser, sparser = active_counts(layers, low, kind), active_counts(layers, high, kind)
     assert all(a >= b for a, b in zip(denser, sparser, strict=True))
@@ -100,6 +100,6 @@ def test_sparsity_zero_is_exactly_full(kind):
         ([(4, 4)], 0.5, "er", "choose from erdos-renyi"),
     ],
 )
-def test_what_cannot_be_meant_is_refused(layers, sparsity, kind, message):
+def test_invalid_values_are_rejected(layers, sparsity, kind, message):
     with pytest.raises(ValueError, match=message):
         active_counts(layers, sparsity, kind)

@@ -81,7 +81,7 @@ def test_names_are_unique():
         MaskSet([sliced("a", some_flags(), 0, 5), sliced("a", some_flags(), 5, 9)])
 
 
-def test_a_slice_outside_its_parameter_is_refused():
+def test_a_slice_outside_its_parameter_is_rejected():
     with pytest.raises(ValueError, match="lies outside its 20 weights"):
         LayerMask(Shard.of_range("a", (4, 5), 15, 6), CPU)
     assert (
@@ -118,7 +118,7 @@ def test_replicas_load_too():
     assert np.array_equal(masks["a"].flags().numpy(), flags[20:70])
 
 
-def test_coverage_starts_anew_where_the_writer_did_not_count():
+def test_coverage_starts_again_if_the_writer_did_not_count():
     flags = some_flags()
     masks = MaskSet([sliced("a", ~flags, 0, 103)])
     masks["a"].track_ever()
@@ -162,7 +162,7 @@ def damaged(kind: str) -> list[dict[str, StoredMask]]:
         ("dense in part", "different steps"),
     ],
 )
-def test_what_does_not_fit_is_refused_by_name_and_changes_nothing(kind: str, message: str):
+def test_a_mismatch_is_rejected_by_name_and_changes_nothing(kind: str, message: str):
     masks = MaskSet([sliced("a", ~some_flags(), 0, 103)])
     before = masks["a"].bits.clone()
     with pytest.raises(ValueError, match=message):
@@ -170,7 +170,7 @@ def test_what_does_not_fit_is_refused_by_name_and_changes_nothing(kind: str, mes
     assert torch.equal(masks["a"].bits, before)
 
 
-def test_a_flipped_bit_is_seen_when_the_whole_is_put_together():
+def test_a_flipped_bit_is_detected_when_the_mask_is_assembled():
     shard = MaskSet([sliced("a", some_flags(), 0, 103)]).stored()["a"]
     shard.bits[3] ^= 16
     with pytest.raises(ValueError, match="damaged"):
@@ -191,7 +191,7 @@ def test_every_bit_counts_in_a_digest():
     assert len({sliced("a", f, 0, 103).digest() for f in (flags, *one_off)}) == 104
 
 
-def test_digests_tell_masks_and_names_apart():
+def test_digests_distinguish_masks_and_names():
     flags = some_flags()
     swapped = flags.copy()
     on, off = np.flatnonzero(flags)[0], np.flatnonzero(~flags)[0]

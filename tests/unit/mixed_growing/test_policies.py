@@ -49,7 +49,7 @@ def test_variants():
     assert POLICIES["rigl"].grow == BY_GRADIENT
 
 
-def test_what_cannot_be_meant_is_refused():
+def test_invalid_values_are_rejected():
     with pytest.raises(ValueError, match="choose from mst"):
         policy("mixed")
     with pytest.raises(ValueError, match="mest, not"):

@@ -129,13 +129,13 @@ def test_layers_draw_independently():
     assert (one & two).sum() < 75
 
 
-def test_a_request_for_more_than_there_is_fails_loudly():
+def test_a_request_for_too_many_candidates_fails():
     with pytest.raises(AssertionError, match="layer: 4 of 3"):
         request("layer", np.ones(3, np.float32), np.ones(3, bool), 4)
 
 
 @pytest.mark.parametrize("kind", ["normal", "ties", "equal"])
-def test_what_is_sent_grows_with_layers_and_not_with_weights(kind: str):
+def test_traffic_grows_with_layers_and_not_with_weights(kind: str):
     """Two sample rows of 128 counts a layer, then at most a dozen rounds of 64 counts a layer or 16 KiB in all."""
 
     def payload(layers: int, size: int) -> int:

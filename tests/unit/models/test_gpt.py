@@ -111,7 +111,7 @@ def test_a_shorter_sequence_is_a_prefix():
     torch.testing.assert_close(model(x[:, :5]), model(x)[:, :5], rtol=0, atol=1e-6)  # float32 rounding of O(1) logits
 
 
-def test_a_sequence_longer_than_the_context_is_refused():
+def test_a_sequence_longer_than_the_context_is_rejected():
     with pytest.raises(ValueError, match=r"17 tokens .* model\.seq_length = 16"):
         build()(torch.zeros(1, 17, dtype=torch.long))
 

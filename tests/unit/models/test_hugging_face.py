@@ -54,12 +54,12 @@ def test_names_of_the_hub_are_understood():
     ("changes", "message"),
     [
         ({"n_layer": 4}, r"transformer\.h\.3\.ln_1\.weight is missing"),
-        ({"n_layer": 2}, r"transformer\.h\.2\.\S+ has no place in a GPT-2 of 2 layers"),
+        ({"n_layer": 2}, r"transformer\.h\.2\.\S+ does not exist in a GPT-2 with 2 layers"),
         ({"bias": False}, r"ln_1\.bias is not zero: set model\.bias = true"),
         ({"vocab_size": 99}, r"the vocabulary has 101 rows: set model\.vocab_size = 101"),
     ],
 )
-def test_what_does_not_fit_is_named(changes: dict, message: str):
+def test_a_mismatch_is_named(changes: dict, message: str):
     state = randomised(theirs(SMALL)).state_dict()
     with pytest.raises(ValueError, match=message):
         from_hugging_face(state, dataclasses.replace(SMALL, **changes))

@@ -39,7 +39,7 @@ def test_it_is_layer_normalisation(bias: bool):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_statistics_are_float32_whatever_comes_in(dtype: torch.dtype):
+def test_statistics_are_float32_for_any_input(dtype: torch.dtype):
     """Far from zero: sums of 1024 values around 100 would lose everything in 8 or 11 bits."""
     x = (100 + torch.randn(8, 1024)).to(dtype)
     y = LayerNorm(1024, bias=False).to(dtype)(x)

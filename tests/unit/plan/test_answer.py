@@ -41,11 +41,9 @@ def test_methods_that_store_dense_matrices_skip_nothing():
     assert {phase.expected_seconds for phase in answer.phases} == {answer.seconds.total} and not answer.sides
 
 
-def test_the_plan_says_it():
+def test_expected_times_of_blocks():
     answer = plan(ready("gpt2_small", *BLOCKS), 8, A100)
-    told, ultra = answer.to_dict(), answer.sparsest
-    assert told["expected"]["what"] == "expected, not measured"
-    assert told["expected"]["ultra_speedup"] == ultra.dense_seconds / ultra.expected_seconds > 2
+    expected, ultra = answer.to_dict()["expected"], answer.sparsest
+    assert expected["ultra_speedup"] == ultra.dense_seconds / ultra.expected_seconds > 2
     assert ultra.expected_seconds == pytest.approx(answer.sides[2].seconds), "its own side"
-    assert answer.best_hours < answer.expected_hours < answer.dense_hours
-    assert told["expected"]["run_speedup"] == answer.dense_hours / answer.expected_hours
+    assert expected["run_speedup"] == answer.dense_hours / answer.expected_hours > 1

@@ -63,6 +63,7 @@ MUON = 'optimizer={"type": "Muon", "params": {"lr": 1e-3}}'
 CUT, SHARED = ("tensor", "pipeline"), ("tensor", "pipeline", "sequence")
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("method", "override", "axes", "said"),
     [
@@ -70,7 +71,7 @@ CUT, SHARED = ("tensor", "pipeline"), ("tensor", "pipeline", "sequence")
         ("sr-ste", "mst.sparsity.max=0.5", CUT, "method sr-ste needs whole matrices"),
         ("monarch", "mst.sparsity.max=0.5", CUT, "method monarch needs whole matrices"),
         ("stack", "mst.grow_from=runs/small", SHARED, "method stack needs the whole model"),
-        ("mst", MUON, CUT, "not tested with Muon in layers or models cut over ranks"),
+        ("mst", MUON, CUT, "sparse training with Muon has not been tested"),
         ("mst", "training.init=weights", SHARED, "training.init needs the whole model"),
     ],
 )

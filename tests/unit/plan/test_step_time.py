@@ -11,10 +11,8 @@ from mst_scale.plan.roofline import Linear, dense_product, forward, input_gradie
 from mst_scale.plan.setting import parameters, setting_of, sparse_parameters
 from mst_scale.plan.step_time import (
     OPTIMIZER_BYTES,
-    blocks_table,
     by_side,
     inside_a_node,
-    links,
     phases,
     seconds,
     sharing_seconds,
@@ -87,12 +85,6 @@ def test_groups_lie_in_nodes_as_ranks_are_placed():
     ulysses = 20e-6 + 4e-6 + 0.5 * 1e9 / (300e9 * e)
     assert seconds([Call("all-to-all", 10**9)], 2, 1, A100) == pytest.approx(ulysses)
     assert seconds([Call("send", 10**9)], 2, 32, A100) == pytest.approx(20e-6 + 12e-6 + 1e9 / (25e9 * e))
-    model = ready("gpt3_13b").model
-    found = {link.shared: link.over for link in links(model, setting(tensor=4, sequence=2), A100)}
-    assert found == {"tensor": "NVLink", "sequence": "NVLink", "data": "network"}
-    found = {link.shared: link.over for link in links(model, setting(stage=1, tensor=8, pipeline=4), A100)}
-    assert found == {"tensor": "NVLink", "pipeline": "network", "data": "network"}
-    assert links(model, setting(tensor=8, sequence=2), A100)[1].over == "network"
 
 
 def test_a_pipeline_waits_and_computes_no_more():
@@ -100,10 +92,10 @@ def test_a_pipeline_waits_and_computes_no_more():
     s = setting(stage=1, pipeline=4)
     t = step_seconds(e, s, A100)
     busy = t.products + t.attention + t.elementwise + t.sharing
-    assert t.bubble == pytest.approx(3 / s.accumulation * busy) and t.waits == pytest.approx(1 + 3 / 64)
+    assert t.bubble == pytest.approx(3 / s.accumulation * busy)
     assert t.bubble / (t.bubble + busy) == pytest.approx(3 / (64 + 3)), "(p - 1)/(m + p - 1) of the time"
     plain = step_seconds(e, setting(stage=1), A100)
-    assert plain.bubble == plain.sharing == 0.0 and plain.waits == 1.0
+    assert plain.bubble == plain.sharing == 0.0
     assert t.products == pytest.approx(plain.products, rel=0.08), "the last stage has the head besides"
     assert t.sharing == pytest.approx(s.accumulation * sharing_seconds(e.model, s, A100)["pipeline"])
 
@@ -123,7 +115,7 @@ def test_one_sparse_layer_by_hand(again):
     dense = step_seconds(e, s, A100)
     layer = Linear(3072, 768, s.micro * 1024, 32, 0.1, "bf16", 2)
     kernels = [forward] * (1 + again) + [input_gradient, weight_gradient]
-    saved = sum(dense_product(layer, A100) - kernel(layer, A100).seconds for kernel in kernels)
+    saved = sum(dense_product(layer, A100) - kernel(layer, A100) for kernel in kernels)
     assert dense.products - found.products == pytest.approx(s.accumulation * saved)
     parts = ("attention", "elementwise", "optimizer", "host", "communication")
     assert [getattr(found, part) for part in parts] == [getattr(dense, part) for part in parts], "all else stays"
@@ -141,11 +133,11 @@ def test_channels_take_their_share_of_a_dense_product():
     found = sparse_seconds(e, s, A100, {"blocks.3.mlp.up.weight": 0.25}, DENSE)
     dense = step_seconds(e, s, A100)
     layer = Linear(6400, 1600, s.micro * 1024, 1, 0.25, "bf16", 2)
-    assert narrow(layer, A100).seconds == 0.25 * dense_product(layer, A100), "bound by what is multiplied"
+    assert narrow(layer, A100) == 0.25 * dense_product(layer, A100), "bound by what is multiplied"
     saved = 3 * 0.75 * dense_product(layer, A100)
     assert dense.products - found.products == pytest.approx(s.accumulation * saved)
     of_phases = phases(e, dense, s, A100)
-    assert all(p.best_seconds <= p.expected_seconds < p.dense_seconds for p in of_phases if p.sparsity > 0.5)
+    assert all(p.expected_seconds < p.dense_seconds for p in of_phases if p.sparsity > 0.5)
 
 
 def test_less_communication_hides_behind_less_compute():
@@ -159,20 +151,17 @@ def test_less_communication_hides_behind_less_compute():
 
 @pytest.mark.parametrize("sizes", [{}, {"tensor": 4}, {"sequence": 2}, {"pipeline": 2}])
 @pytest.mark.parametrize("overrides", [(), BLOCKS])
-def test_phases_are_expected_above_their_bounds(sizes, overrides):
+def test_only_blocks_take_time_off_the_products(sizes, overrides):
     e, target = ready("gpt3_1.3b", *overrides), replace(machine("h100-80gb", 32), latency=Latency(kernel=0.0))
     s = replace(setting_of(e, 32), **sizes, micro=1)
     s = replace(s.at_stage(1) if s.pipeline > 1 else s, accumulation=512 // s.data)
     dense = step_seconds(e, s, target)
     found = phases(e, dense, s, target)
     assert [phase.name for phase in found] == ["warmup", "ultra", "restore", "dense"]
-    assert all(phase.expected_seconds >= phase.best_seconds for phase in found)
     assert found[-1].expected_seconds == found[-1].dense_seconds
-    ultra = found[1]
-    if overrides:
-        assert ultra.expected_seconds < dense.total
-    else:
-        assert ultra.expected_seconds > dense.total - dense.attention * dense.waits, "no time is taken off products"
+    ultra, waits = found[1], 1 + dense.bubble / (dense.products + dense.attention + dense.elementwise + dense.sharing)
+    saved = dense.total - ultra.expected_seconds
+    assert (saved > dense.attention * waits) == bool(overrides)
 
 
 def test_sides_of_any_config_and_single_weights_state_no_speed_up():
@@ -180,12 +169,10 @@ def test_sides_of_any_config_and_single_weights_state_no_speed_up():
         e = ready("gpt2_xl", *overrides, "mst.attention.pattern=dense")
         s = setting_of(e, 8)
         single, *blocks = by_side(e, s, A100)
-        assert (single.side, single.products, single.decides) == (1, 1.0, {}) and single.speedup == pytest.approx(1.0)
+        assert (single.side, single.products) == (1, 1.0) and single.speedup == pytest.approx(1.0)
         assert [side.side for side in blocks] == [16, 32, 64, 128]
         for side in blocks:
             assert 1 < side.speedup < side.products < 25, "25: what 96 % leaves of the products"
-            assert sum(side.decides.values()) == pytest.approx(1)
-    assert by_side(ready("gpt2_xl"), s, machine("a100-80gb", 8, efficiencies=("l2=0.35",)))[1].decides["cache"] == 1.0
     assert by_side(load(ROOT / "ds_configs" / "gpt2_xl.json", method="dense"), s, A100) == []
 
 
@@ -197,5 +184,8 @@ def test_the_floor_of_blocks_binds():
     assert all(more.products > less.products for more, less in zip(without[3:], usual[3:], strict=True))
 
 
-def test_the_page_has_the_blocks_table():
+def test_the_page_has_the_blocks_table(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "docs")
+    from blocks_table import blocks_table
+
     assert blocks_table() in (ROOT / "docs" / "blocks.md").read_text()

@@ -7,7 +7,7 @@ from tests.support import tiny_run
 NAME = "the dense one"
 
 
-def told(folder, out: str, **baseline) -> str:
+def reported(folder, out: str, **baseline) -> str:
     """What the table of a run with this baseline says of it, blanks made one."""
     training = {"steps": 8, "lr_schedule": "wsd", "warmup": 2, "decay": 0.25, "baseline": {"name": NAME, **baseline}}
     code, complaints, said = run(folder, out, training=training, mst={"method": "dense"})
@@ -16,15 +16,15 @@ def told(folder, out: str, **baseline) -> str:
     return " ".join(line.split())
 
 
-def test_a_whole_run_says_how_it_stands_to_the_recorded_one(tmp_path):
+def test_a_whole_run_is_compared_with_the_recorded_one(tmp_path):
     """The first run gives the facts: its loss, its FLOPs with the optimizer's; its corpus has no digest to compare."""
-    assert "not comparable" in told(tmp_path, "first", flops=1.0, val_loss=4.0)
+    assert "not comparable" in reported(tmp_path, "first", flops=1.0, val_loss=4.0)
     last = tiny_run.rows(tmp_path / "first")[-1]
     weights = load(tmp_path / "config.json").model.weights
     recorded = {"flops": last["flops"] + 17 * 8 * weights, "val_loss": last["val_loss"] + 0.5, "spread": 0.1}
-    assert told(tmp_path, "second", **recorded).endswith(
-        "as many FLOPs ({flops:.4g}): this run is 0.5000 better".format(**recorded)
+    assert reported(tmp_path, "second", **recorded).endswith(
+        "the same FLOPs ({flops:.4g}): this run is 0.5000 better".format(**recorded)
     )
-    assert told(tmp_path, "third", **recorded, corpus="0b").endswith(
-        "this run read one without meta.json: not comparable"
+    assert reported(tmp_path, "third", **recorded, corpus="0b").endswith(
+        "this run used one without meta.json: not comparable"
     )

@@ -34,16 +34,16 @@ def test_shares_of_the_run_scale_with_its_length():
 @pytest.mark.parametrize(
     ("step", "rate"), [(0, 0.1), (9, 1.0), (39, 1.0), (40, 1.0), (50, 0.5), (60, 0.1), (69, 1.0), (80, 1.0), (90, 0.5)]
 )
-def test_the_schedule_begins_anew_with_its_warmup_and_its_decay(step, rate):
+def test_the_schedule_restarts_with_its_warmup_and_its_decay(step, rate):
     # parts of 60 and 40 steps: each has ten of warm-up, and falls over its last 20
-    anew = TrainingConfig(steps=100, lr_schedule="wsd", warmup=10, decay=20, min_lr=0.0, restart=0.6)
-    assert learning_rate(step, 1.0, anew) == pytest.approx(rate, rel=1e-9)
+    again = TrainingConfig(steps=100, lr_schedule="wsd", warmup=10, decay=20, min_lr=0.0, restart=0.6)
+    assert learning_rate(step, 1.0, again) == pytest.approx(rate, rel=1e-9)
 
 
-def test_each_part_of_a_cosine_that_begins_anew_is_a_cosine():
-    anew = TrainingConfig(steps=100, warmup=0, min_lr=0.1, restart=40)
+def test_each_part_of_a_restarted_cosine_is_a_cosine():
+    again = TrainingConfig(steps=100, warmup=0, min_lr=0.1, restart=40)
     first, second = (TrainingConfig(steps=n, warmup=0, min_lr=0.1) for n in (40, 60))
-    ours = [learning_rate(step, 1.0, anew) for step in range(100)]
+    ours = [learning_rate(step, 1.0, again) for step in range(100)]
     assert ours == [learning_rate(s, 1.0, first) for s in range(40)] + [
         learning_rate(s, 1.0, second) for s in range(60)
     ]
@@ -90,7 +90,7 @@ def test_masked_matrices_have_a_rate_and_a_decay_of_their_own_while_they_are_spa
         ({"pipeline": {"stages": 2}}, "stages differ"),
         ({"mst": {"method": "fixed"}}, "method fixed"),
         ({"mst": {"method": "monarch"}}, "method monarch"),
-        ({"optimizer": {"type": "AdamW", "params": {"lr": 0.01}}}, "state that"),
+        ({"optimizer": {"type": "AdamW", "params": {"lr": 0.01}}}, "set that too"),
     ],
 )
 def test_where_masked_matrices_cannot_be_apart(key, changes, message):
@@ -102,7 +102,7 @@ def test_where_masked_matrices_cannot_be_apart(key, changes, message):
         "mst": {"method": "static"},
     }
     check(load(base))
-    if key == "sparse_rate" and message == "state that":
+    if key == "sparse_rate" and message == "set that too":
         check(load({**base, **changes}))
         return
     with pytest.raises(ValueError, match=message):

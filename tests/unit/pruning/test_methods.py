@@ -89,7 +89,7 @@ def test_sparsegpt_of_each_group(pattern, block, zeros):
     torch.testing.assert_close(found, reference, rtol=1e-9, atol=1e-11)
 
 
-def test_what_stays_makes_up_for_the_first_columns_as_well_as_it_can():
+def test_later_columns_compensate_optimally_for_the_first_ones():
     """With the weights of the first columns gone in every row, least squares (with λ) gives the same others."""
     weight, x = drawn()
     weight[:, :6] *= 1e-6

@@ -62,7 +62,7 @@ def pruned_plainly(model: nn.Module, method_name: str) -> None:
 @both
 @pytest.mark.parametrize("tied", [True, False])
 @torch.no_grad()
-def test_each_block_sees_what_the_pruned_ones_before_it_give(twins: Twins, tied: bool, name: str):
+def test_each_block_gets_the_outputs_of_pruned_blocks(twins: Twins, tied: bool, name: str):
     """Sums are taken in another order: what stays differs by rounding, and no score lies that close to the next."""
     ours = model_of(twins, tied)
     plain = copy.deepcopy(ours)

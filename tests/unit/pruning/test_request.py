@@ -54,7 +54,7 @@ def test_magnitude_spreads_its_budget_as_training_does():
     assert kept == active_counts(list(SHAPES.values()), 0.8, "erk")
 
 
-def test_the_other_methods_take_the_same_share_of_each():
+def test_the_other_methods_remove_the_same_fraction_of_each_matrix():
     """Of what the user wrote: in binary 0.7 is a little less, and 0.7 of 10 would be 6."""
     asked = requested("wanda", 0.7)
     assert asked is not None

@@ -4,7 +4,7 @@ import math
 from mst_scale.run_logging.metrics import MetricsFile, read
 
 
-def test_a_resumed_run_cuts_what_lies_after_its_checkpoint(tmp_path):
+def test_a_resumed_run_removes_rows_after_its_checkpoint(tmp_path):
     path = tmp_path / "metrics.jsonl"
     file = MetricsFile(path, 0)
     for step in (1, 2, 3, 4):
@@ -25,14 +25,14 @@ def test_a_damaged_line_is_passed_over_and_stays(tmp_path):
     assert [row["step"] for row in read(path)] == [1, 2]
 
 
-def test_what_is_not_a_number_is_null(tmp_path):
+def test_nan_is_null(tmp_path):
     file = MetricsFile(tmp_path / "m.jsonl", 0)
     file.write({"step": 1, "loss": math.nan, "grad_norm": math.inf})
     (line,) = (tmp_path / "m.jsonl").read_text().splitlines()
     assert json.loads(line) == {"step": 1, "loss": None, "grad_norm": None}
 
 
-def test_a_resumed_run_goes_on_with_its_clock(tmp_path):
+def test_a_resumed_run_continues_its_clock(tmp_path):
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 1, "seconds": 2.5}\n{"step": 2, "seconds": 4.0}\n{"step": 3, "seconds": 7.0}\n')
     assert MetricsFile(path, 2).seconds == 4.0

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from mst_scale.sparse_linear import cpu
+from mst_scale.sparse_linear import cpu, kernel
 from mst_scale.sparse_linear.definition import definition
 
 BACKENDS = {"compiled": cpu.CompiledIndex, "mkl": cpu.MKLIndex}
@@ -134,26 +134,17 @@ def test_values_that_are_not_finite_spread_as_in_a_dense_layer(backend, value):
     assert not y[:, 0].isfinite().any() and y[:, 1:].isfinite().all()
 
 
-def test_the_same_bits_for_any_number_of_threads():
-    active, *tensors = case(300, 260, 300, 0.9)
-    index = cpu.CompiledIndex(active)
-    index.entries *= 1000  # so that even this small call wakes them: what `run` asks is whether they are worth it
+def test_the_same_bits_for_any_number_of_threads(monkeypatch):
+    active, x, weight, bias, dy = case(300, 260, 300, 0.9)
+    products = kernel.CompiledProducts(active)
+    monkeypatch.setattr(kernel, "PER_THREAD", 1)  # so that even this small call wakes them
     found = []
     for threads in (1, 2, 3, 7):
         torch.set_num_threads(threads)
-        call = CompiledRun(index, *tensors)
-        found.append([call.y, call.dx, call.dw])
+        values = products.gather(weight)
+        found.append([products.forward(x, values, bias), *products.backward(x, dy, values, True, True)])
     for other in found[1:]:
         assert all(torch.equal(a, b) for a, b in zip(found[0], other, strict=True))
-
-
-class CompiledRun:
-    def __init__(self, index, x, weight, bias, dy):
-        values = torch.empty(index.entries // 1000)
-        self.y, self.dx, self.dw = torch.empty_like(dy), torch.empty_like(x), torch.empty_like(weight)
-        given = {"x": x, "weight": weight, "bias": bias, "dy": dy, "values": values}
-        index.run("sl_forward", len(x), x.dtype, {**given, "y": self.y})
-        index.run("sl_backward", len(x), x.dtype, {**given, "dx": self.dx, "dw": self.dw})
 
 
 def test_other_processors(another_processor):
@@ -194,10 +185,10 @@ def test_index_is_the_mask():
 def no_compiler(monkeypatch, tmp_path):
     monkeypatch.setenv("CXX", "no-such-compiler")
     monkeypatch.setenv("MST_SCALE_CACHE", str(tmp_path))
-    cpu.library.cache_clear()
+    kernel.library.cache_clear()
     cpu._log_mkl.cache_clear()
     yield
-    cpu.library.cache_clear()
+    kernel.library.cache_clear()
     cpu._log_mkl.cache_clear()
 
 

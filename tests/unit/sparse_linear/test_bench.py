@@ -25,7 +25,10 @@ def test_rows(small, capsys):
     ]
     for row in found["rows"][:4]:
         assert row["speedup"] == pytest.approx(row["baseline_ms"] / row["ours_ms"], rel=0.2)  # of rounded times
-    crossed = found["rows"][4]
+    compact = [(row["given"], row["sparsity"], row["baseline"]) for row in found["rows"][4:7]]
+    versus = ((0.96, linear.DENSE), (0.9, linear.DENSE), (0.96, linear.EXPANDED))
+    assert compact == [(linear.VALUES, *columns) for columns in versus]
+    crossed = found["rows"][7]
     assert crossed["what"] == "crossover" and crossed["speedup"] is None and crossed["why"]
     assert "crossover" in linear.table(found["rows"])
 

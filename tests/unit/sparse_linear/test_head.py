@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from mst_scale.models.cross_entropy import cross_entropy
-from mst_scale.sparse_linear import cpu
+from mst_scale.sparse_linear import cpu, head, kernel
 from mst_scale.sparse_linear.definition import definition
 
 # float32 sums of up to 1600 products, in random-walk size, then a softmax: some 1e-6; 16-bit types round the gradients
@@ -42,7 +42,7 @@ def results(loss, x, weight):
 )
 @pytest.mark.parametrize("threads", [1, 3])
 def test_loss_and_gradients(shape, dtype, threads, monkeypatch):
-    monkeypatch.setattr(cpu, "PER_THREAD", 1)
+    monkeypatch.setattr(kernel, "PER_THREAD", 1)
     torch.set_num_threads(threads)
     check(shape, dtype)
 
@@ -92,10 +92,14 @@ def test_evaluation_computes_no_gradients(without, monkeypatch):
     """Also of a model in training, whose weights want gradients."""
     active, weight, x, targets = case(130, 40, 70)
     index, given = cpu.CompiledIndex(active), []
-    monkeypatch.setattr(index, "_call", lambda call=index._call, **values: given.append(values) or call(**values))
+    run = index.products.run
+    monkeypatch.setattr(
+        index.products, "run", lambda name, *of, **more: given.append((name, of[2])) or run(name, *of, **more)
+    )
     with without():
         loss = index.cross_entropy(x.requires_grad_(), weight.requires_grad_(), targets)
-    assert not {"dx", "gradient"} & given[0].keys()
+    assert [name for name, _ in given] == ["sl_gather", "sl_head"]
+    assert given[1][1]["dx"] is None and given[1][1]["gradient"] is None
     assert torch.allclose(loss, cross_entropy(definition(x, weight, active), targets), atol=1e-6)
 
 
@@ -120,10 +124,12 @@ def test_edges():
 def test_a_heads_threads_share_a_bounded_scratch(monkeypatch):
     active, weight, x, targets = case(130, 40, 70)
     index = cpu.CompiledIndex(active)
-    monkeypatch.setattr(cpu, "PER_THREAD", 1)
-    monkeypatch.setattr(cpu, "HEAD_SCRATCH", 3 * 4 * (index.entries + 64 * 130))
+    monkeypatch.setattr(kernel, "PER_THREAD", 1)
+    monkeypatch.setattr(head, "SCRATCH", 3 * 4 * (index.products.entries + 64 * 130))
     torch.set_num_threads(7)
-    used, inner = [], index._call
-    monkeypatch.setattr(index, "_call", lambda **given: used.append(given["threads"]) or inner(**given))
+    used, inner = [], index.products._call
+    monkeypatch.setattr(
+        index.products, "_call", lambda *of, **given: used.append(given["threads"]) or inner(*of, **given)
+    )
     results(lambda x, w: index.cross_entropy(x, w, targets), x, weight)
-    assert used == [3, 7], "the loss; its gradient's dense layout takes no scratch"
+    assert used[1] == 3, "the loss; its values and its gradient's dense layout take no scratch"

@@ -32,9 +32,9 @@ def clock(monkeypatch):
 
     def in_turns(runs, seconds):
         asked.append(len(runs))
-        return None if clock.ours is None else [[10.0] * 3, *([time] * 3 for time in clock.ours)]
+        return None if clock.ours is None else [[time] * 3 for time in (10.0, *clock.ours, clock.topology_step)]
 
-    clock.ours, clock.asked = [20.0, 12.0, 6.0, 2.0, 1.0], asked
+    clock.ours, clock.asked, clock.topology_step = [20.0, 12.0, 6.0, 2.0, 1.0], asked, 22.0
     monkeypatch.setattr(measuring, "in_turns", in_turns)
     return clock
 
@@ -53,7 +53,8 @@ def test_the_crossover_is_where_the_kernel_is_faster_by_the_margin(clock):
     """12 at 70 % and 6 at 85 %: the dense 10 / 1.05 lies between them."""
     row = measuring.measure("cpu", "float32", SHAPE, 1.0)
     assert row["sparsity"] == pytest.approx(0.7 + 0.15 * (12 - 10 / 1.05) / 6, abs=1e-3)
-    assert row["gains"] == {"0.5": 0.5, "0.7": 0.83, "0.85": 1.67, "0.95": 5.0, "0.99": 10.0}
+    assert row["gains"] == {"0.5": 0.5, "0.7": 0.833, "0.85": 1.667, "0.95": 5.0, "0.99": 10.0}
+    assert row["topology_step"] == 2.0  # 22 - 2 of 10
     clock.ours = [9.0, 8.0, 6.0, 2.0, 1.0]
     assert measuring.measure("cpu", "float32", SHAPE, 1.0)["sparsity"] == measuring.GRID[0]
     clock.ours = [20.0, 19.0, 18.0, 17.0, 16.0]
@@ -120,7 +121,7 @@ def test_threads_that_wait_for_a_core_are_a_busy_machine(monkeypatch):
 def test_when_time_is_over_the_others_are_left_to_the_tables(clock):
     found, _ = measuring.measured("cpu", "float32", [SHAPE, OTHER], seconds=0.0)
     assert found == {} and clock.asked == []
-    assert "2 more from tables" in measuring.describe([], 8.0, 2)
+    assert "2 not measured" in measuring.describe([], 8.0, 2)
 
 
 def test_of_a_large_matrix_a_part_is_measured():
@@ -151,6 +152,43 @@ def test_a_slower_kernel_is_not_taken_whatever_the_shipped_table_says(clock):
     assert dispatch.choose("cpu", torch.bfloat16, SHAPE, 0.84, 1)[0] == "cpu"
     found = dispatch.crossovers_of("cpu", 1, [("bfloat16", SHAPE, 0.84)])
     assert dispatch.choose("cpu", torch.bfloat16, SHAPE, 0.84, 1, found)[0] == "dense"
+
+
+def test_a_topology_step_counts_by_the_steps_between_two(clock):
+    """It costs 2 dense passes: with 10 steps between, 0.2 of one are added to sparse times of 1.2 and 0.6."""
+    row = measuring.measure("cpu", "float32", SHAPE, 1.0)
+    often, seldom = measuring.crossover_of(row, 10), measuring.crossover_of(row, 100)
+    assert row["sparsity"] < seldom < often == pytest.approx(0.7 + 0.15 * (1.4 - 1 / 1.05) / 0.6, abs=1e-3)
+    assert measuring.crossover_of(row, 2) == 1.0, "topology steps alone take as long as dense layers"
+    found = dispatch.crossovers_of("cpu", 1, [("float32", SHAPE, 0.9)], 10)
+    assert found["float32", SHAPE] == often
+
+
+def test_another_version_of_the_kernel_is_measured_again(clock, monkeypatch):
+    measuring.measured("cpu", "float32", [SHAPE])
+    monkeypatch.setattr(crossovers, "kernel_version", lambda: "another")
+    measuring.measured("cpu", "float32", [SHAPE])
+    assert len(clock.asked) == 2
+
+
+@pytest.mark.parametrize(("processor", "expected"), [("AMD EPYC 25/17", SHIPPED), ("Intel(R) Xeon(R) 6/143", None)])
+def test_without_a_measurement_the_shipped_table_counts_for_its_processors_alone(
+    clock, monkeypatch, processor, expected
+):
+    clock.ours = None  # too busy
+    monkeypatch.setattr(crossovers, "here", lambda: {"cpu": processor, "torch": torch.__version__})
+    found = dispatch.crossovers_of("cpu", 1, [("float32", SHAPE, 0.9)])
+    assert found["float32", SHAPE] == expected
+    assert dispatch.choose("cpu", torch.float32, SHAPE, 0.9, 1, found)[0] == ("cpu" if expected else "dense")
+
+
+def test_without_a_measurement_the_nearest_shape_that_was_measured_counts(clock, monkeypatch):
+    monkeypatch.setattr(crossovers, "here", lambda: {"cpu": "another", "torch": torch.__version__})
+    measuring.measured("cpu", "float32", [OTHER])
+    clock.ours = None
+    assert dispatch.crossovers_of("cpu", 1, [("float32", SHAPE, 0.9)])["float32", SHAPE] == pytest.approx(
+        0.762, abs=1e-3
+    )
 
 
 def test_measuring_can_be_left_out(clock, monkeypatch):

@@ -1,0 +1,82 @@
+"""`mst generate`: continues a prompt with a trained model."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+from mst_scale.cli import add_command
+
+TEXT = """\
+Continue a prompt with a trained GPT, on the CPU. Sparse matrices are multiplied from their nonzero values; the zeros
+are neither in memory nor computed. Attention follows the pattern that the checkpoint was trained with.
+
+MODEL is the folder of a run (its latest complete checkpoint) or of a checkpoint, a compact file or its folder
+(mst export --compact), or a GPT-2 in a folder of transformers (mst export).
+
+The text ends after --tokens tokens, at an end of text, or when the model's context is full. The same arguments give the
+same text. --json prints
+{"model", "step", "prompt", "text", "prompt_tokens", "tokens", "finish", "prompt_s", "tokens_per_s", "weight_bytes",
+"resident_bytes"}
+where `text` is what follows the prompt, `tokens_per_s` does not include computing the prompt (`prompt_s`),
+`weight_bytes` are those of the weights in memory, and `resident_bytes` the memory of the whole process.
+
+examples:
+  mst generate runs/demo --prompt "def " --tokens 100
+  mst generate runs/demo --prompt "class " --temperature 0 --json
+  mst generate compact/demo --prompt "import" --top-p 0.9 --seed 3 --stream
+"""
+
+
+def add(subparsers: Any) -> None:
+    """Add the command to the parser."""
+    option = add_command(subparsers, "generate", run, "continue a prompt with a trained model", TEXT).add_argument
+    option("model", metavar="MODEL", help="a run, a checkpoint, a compact file, or a GPT-2 of transformers")
+    option("--prompt", required=True, metavar="TEXT", help="the text to continue")
+    option("--tokens", type=int, default=64, metavar="N", help="the most new tokens (default: 64)")
+    option("--temperature", type=float, default=0.8, metavar="T", help="0: the most likely token (default: 0.8)")
+    option("--top-p", type=float, default=1.0, metavar="P", help="draw from the likeliest tokens of this probability")
+    option("--seed", type=int, default=0, metavar="N", help="of the draws (default: 0)")
+    option("--dtype", metavar="T", help="float32 or bfloat16 (default: as the weights are stored)")
+    option("--tokenizer", metavar="NAME", help="byte, gpt2 or a .tiktoken file (default: the model's own)")
+    option("--config", metavar="FILE", help="the experiment, for a checkpoint outside the folder of its run")
+    option("--stream", action="store_true", help="print the text while it is generated")
+    option("--json", action="store_true", help="print one JSON object")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Generate in this process."""
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")  # unpickling imports DeepSpeed, which would look for a GPU
+    if args.json:
+        logging.getLogger("mst_scale").setLevel(logging.WARNING)
+    from mst_scale.generation.generate import generate
+
+    def say(text: str) -> None:
+        print(text, end="", flush=True)
+
+    if args.stream and not args.json:
+        say(args.prompt)
+    done = generate(
+        args.model,
+        args.prompt,
+        tokens=args.tokens,
+        temperature=args.temperature,
+        top_p=args.top_p,
+        seed=args.seed,
+        dtype=args.dtype,
+        tokenizer=args.tokenizer,
+        config=None if args.config is None else Path(args.config),
+        stream=say if args.stream and not args.json else None,
+    )
+    if args.json:
+        print(json.dumps(done.to_dict()))
+        return 0
+    print("" if args.stream else done.prompt + done.text)
+    numbers = f"{done.tokens} tokens, {done.tokens_per_s:,.0f} per second, {done.weight_bytes / 1e6:,.1f} MB of weights"
+    print(f"{numbers}, ended by {done.finish}", file=sys.stderr)
+    return 0

@@ -1,0 +1,241 @@
+"""Trains with compact parameters: masks, topology steps and the layers' index, with nothing inactive in memory.
+
+The masks of a topology step are those of dense storage, bit for bit: what it reads of a layer is expanded to this
+rank's slice of the matrix, one layer at a time, and given to the same `mixed_growing.evolve`. Then the layer's values
+and moments move to their new places. The number of active weights stays as it is.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mst_scale import zero_shards
+from mst_scale.checkpoints import mask_files
+from mst_scale.checkpoints.mask_state import MaskState
+from mst_scale.engine.component import Component
+from mst_scale.engine.masking import Masking
+from mst_scale.engine.topology import Topology, TopologyStep
+from mst_scale.errors import UserError
+from mst_scale.mixed_growing import packed_bits
+from mst_scale.mixed_growing.evolve import Change, Layer
+from mst_scale.mixed_growing.masks import assemble
+from mst_scale.mixed_growing.scores import Scores, mean_squares, peak_keys
+
+
+class CompactMasking(Masking):
+    """Knows the masks, and gives gradients to topology steps. There is nothing to mask."""
+
+    store: zero_shards.CompactStore
+    topology: CompactTopology
+
+    def after_backward(self) -> None:
+        if self.topology.under_way is None:
+            return
+        scale = zero_shards.loss_scale(self.engine)
+        finite = self.topology.divide_dense_gradients(scale)
+        for i, index in enumerate(self.store.index):
+            if index is None:
+                continue
+            gradient = self.store.gradient(i)
+            if gradient is None:  # the loss does not depend on this parameter
+                gradient = self.store.values.weight(i).new_zeros(self.store.values.slices[i].length)
+            elif not finite and gradient.numel():
+                gradient[0] = torch.nan  # as in dense storage, DeepSpeed skips the step on all ranks
+                self.store.put_gradient(i, gradient)
+            self.topology.keep_gradient(i, gradient, scale)
+
+    def mask_update(self, parameter: torch.nn.Parameter, update: Tensor) -> None:
+        """Do nothing: an update has values of active weights alone."""
+
+    def masks_restored(self) -> None:
+        """Do nothing: optimizer states are those of active weights alone."""
+
+    def weights_written(self) -> None:
+        """Do nothing: inactive weights were not written."""
+
+    def begin_anew(self) -> None:
+        """Keep the first masks, which do not depend on weights."""
+        if self.engine.global_steps:
+            raise UserError(
+                "a checkpoint without masks cannot be continued with mst.compute.compact: set it to off, or take its "
+                "weights alone (weights_only=True)"
+            )
+
+    def _choose_first_masks(self, step: int) -> None:
+        self.topology.masks_from_index()
+        self.state.refresh()
+
+
+class CompactTopology(Topology):
+    """Prunes and grows one layer at a time."""
+
+    store: zero_shards.CompactStore
+
+    def __init__(self, *args: Any, **named: Any):
+        super().__init__(*args, **named)
+        self.dense_gradients: dict[int, Tensor] = {}
+        """Means over ranks, of this rank's slices and of the micro-batches so far."""
+        asked = self.counts(self.state.schedule.at(int(self.engine.global_steps)).sparsity)
+        for mask, count, index in zip(self._masks, asked, self.store.index, strict=True):
+            assert index is None or index.count == count, f"{mask.name}: {index.count} values for {count} weights"
+
+    def keep_gradient(self, i: int, gradient: Tensor, scale: float) -> bool:
+        """Keep a copy of this rank's range of the values' gradient, if a topology step is under way."""
+        if self.under_way is not None:
+            self.under_way.gradients[i] = gradient.detach().to(torch.float32, copy=True).div_(scale)
+        return True
+
+    def after_step(self, updated: bool) -> None:
+        super().after_step(updated)
+        self.dense_gradients.clear()
+
+    # --- dense gradients, in the one step that reads them ---
+
+    def ask_for_dense_gradients(self, wanted: bool) -> None:
+        """Set whether the next backward passes hand on the dense gradients of layers."""
+        for i, index in enumerate(self.store.index):
+            if index is not None:
+                index.on_gradient = functools.partial(self._add_dense_gradient, i) if wanted else None
+
+    def _add_dense_gradient(self, i: int, gradient: Tensor) -> None:
+        """One reduction per layer and micro-batch; what is not this rank's is freed with the layer's backward pass."""
+        mine = self.store.reduced(i, gradient.reshape(-1))
+        self.dense_gradients[i] = self.dense_gradients[i].add_(mine) if i in self.dense_gradients else mine
+
+    def divide_dense_gradients(self, scale: float) -> bool:
+        """Remove the loss scale; return whether all values on all ranks are finite."""
+        bad = torch.zeros(len(self._masks), dtype=torch.int64)
+        for i, gradient in self.dense_gradients.items():
+            gradient.div_(scale)
+            bad[i] = not bool(gradient.isfinite().all())
+        return not (self.state.exchange.max(bad).any() if len(bad) else False)
+
+    # --- pruning and growing ---
+
+    def _evolve(self, under_way: TopologyStep, here: list[int]) -> list[Change]:
+        return [self._evolve_layer(under_way, i) for i in here]
+
+    def _evolve_layer(self, under_way: TopologyStep, i: int) -> Change:
+        mask, config, store = self._masks[i], self.config, self.store
+        if store.index[i] is None:
+            return Change(mask.name, mask.numel, before=mask.active, active=mask.active, length=mask.length)
+        exchange, states, values = self.state.exchange.of[i], store.states(i), under_way.gradients[i]
+        usual = None
+        if config.grown_moments == "active_mean":
+            peaks = peak_keys([Scores(mask.name, (values,))], exchange)
+            (usual,) = mean_squares([values], [mask.active], peaks, exchange)
+        gradient = self._dense_gradient(under_way, i, values)
+        (change,) = self.elements.evolve(
+            [Layer(mask, under_way.targets[i], store.weight(i), gradient)],
+            policy=self.policy,
+            update_fraction=under_way.update_fraction,
+            seed=self.state.seed,
+            step=under_way.step,
+            exchange=exchange,
+            regrow=config.regrow,
+            gradient_size=config.grown_moments == "seeded",
+        )
+        if config.grown_moments == "seeded":
+            usual = change.gradient_mean_square
+        if not change.pruned and not change.grown:
+            return change
+        stayed = store.move(i, positions_of(mask, exchange))
+        if config.grown_moments != "zero" and usual is not None and "exp_avg_sq" in states:
+            self._start(i, ~stayed, gradient, usual)
+        return change
+
+    def _dense_gradient(self, under_way: TopologyStep, i: int, values: Tensor) -> Tensor | None:
+        """What the policy reads of the gradient: of all weights, of the active ones, or nothing."""
+        if under_way.reads_dense_gradients:
+            found = self.dense_gradients.pop(i, None)
+            return values.new_zeros(self._masks[i].length) if found is None else found.to(values.device)
+        return self.store.expanded(i, values) if "gradient" in self.policy.reads else None
+
+    def _start(self, i: int, grown: Tensor, gradient: Tensor | None, usual: float) -> None:
+        """Give what has grown the second moment that `Topology` gives it."""
+        moment = self.store.states(i)["exp_avg_sq"]
+        squares = torch.full_like(moment, usual, dtype=torch.float32)
+        if self.config.grown_moments == "seeded":
+            assert gradient is not None
+            squares = torch.maximum(squares, self.store.taken(i, gradient).square())
+        factor = zero_shards.clip_factor(self.engine)
+        started = (squares * (factor * factor * self.store.second_moment_share(i))).to(moment.dtype)
+        moment.copy_(torch.where(grown, started, moment))
+
+    # --- the masks and the index say the same ---
+
+    def masks_from_index(self) -> None:
+        """Make masks of the index that the model's layers have."""
+        for mask, index in zip(self._masks, self.store.index, strict=True):
+            if mask.ever is not None:
+                mask.ever.zero_()  # the dense mask was never trained with
+            if index is None:
+                mask.set_flags(torch.ones(mask.length, dtype=torch.bool, device=mask.device), mask.numel)
+                continue
+            flags = torch.zeros(index.numel, dtype=torch.bool, device=mask.device)
+            flags[index.positions.to(mask.device).long()] = True
+            mask.set_flags(flags[mask.shard.start : mask.shard.start + mask.length].clone(), index.count)
+
+    def take_index(self, checkpoint: Path) -> Callable[[], None]:
+        """Give the layers the index of a checkpoint's masks, before its weights come; return what undoes it."""
+        before = [(index, index.positions) for index in self.store.index if index is not None]
+        if not (checkpoint / mask_files.FOLDER).is_dir():
+            return lambda: None  # it has no masks: whoever takes its weights says what is to be done
+        masks = mask_files.read_all(checkpoint)
+        known = set(masks.head["names"])
+        if any(index.name not in known for index, _ in before):
+            return lambda: None  # masks of another model are rejected when they are restored
+        whole = [(assemble(masks.shards(index.name), index.name), index.numel) for index, _ in before]
+        found = [packed_bits.indices(bits, numel) for bits, numel in whole]
+        for (index, _), positions in zip(before, found, strict=True):
+            if positions.numel() != index.count:
+                raise UserError(
+                    f"{checkpoint}: {index.name} has {positions.numel()} active weights there and {index.count} here, "
+                    "and compact training keeps their number: use the same mst.sparsity, or set mst.compute.compact "
+                    "to off"
+                )
+        for (index, _), positions in zip(before, found, strict=True):
+            index.replace(positions)
+
+        def undo() -> None:
+            for index, positions in before:
+                index.replace(positions)
+
+        return undo
+
+    def index_from_masks(self) -> None:
+        """Give the layers the index of masks that were restored (collective)."""
+        for i, index in enumerate(self.store.index):
+            if index is not None:
+                index.replace(positions_of(self._masks[i], self.state.exchange.of[i]))
+
+
+def positions_of(mask: Any, exchange: Any) -> Tensor:
+    """Return the positions of a whole mask's active weights, in the order of the flattened matrix (collective)."""
+    found: Tensor = mask.whole(exchange).view(-1).nonzero().view(-1)
+    return found
+
+
+class CompactCompute(Component):
+    """Keeps the layers' index that of the masks, and asks for dense gradients when the next step reads them."""
+
+    def __init__(self, engine: Any, state: MaskState, topology: CompactTopology):
+        self.engine, self.state, self.topology = engine, state, topology
+        self._ask_for_dense_gradients()
+
+    def after_step(self, updated: bool) -> None:
+        self._ask_for_dense_gradients()
+
+    def masks_restored(self) -> None:
+        self.topology.index_from_masks()
+        self._ask_for_dense_gradients()
+
+    def _ask_for_dense_gradients(self) -> None:
+        step = int(self.engine.global_steps) + 1
+        self.topology.ask_for_dense_gradients(self.topology.is_due(step) and self.topology.reads_dense_gradients(step))

@@ -1,0 +1,234 @@
+"""Makes the sparse layers of a model compact before DeepSpeed takes the model over, if the run allows it.
+
+A compact layer stores its K active weights as a vector (`zero_shards.compact_index`), so that whatever DeepSpeed keeps,
+reduces or sends for it has K numbers. DeepSpeed lays out its shards when it starts, so K has to be known by then and
+must not change: the sparsity is constant from the first step to the last. The first masks are those of a run with dense
+storage, a hash of (seed, name, index).
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Iterable
+from typing import Any
+
+import deepspeed
+import torch
+from deepspeed.pipe import PipelineModule
+from torch import nn
+
+from mst_scale.comm import logger
+from mst_scale.comm.exchange import Exchange
+from mst_scale.config import Experiment
+from mst_scale.config.parallel import sizes_of
+from mst_scale.config.support import precision_of
+from mst_scale.engine.compact_linear import compact_embedding, compact_linear
+from mst_scale.engine.targets import choose_targets
+from mst_scale.errors import UserError
+from mst_scale.mixed_growing import evolve, packed_bits
+from mst_scale.mixed_growing.distribution import active_counts
+from mst_scale.mixed_growing.evolve import Layer
+from mst_scale.mixed_growing.masks import LayerMask
+from mst_scale.shard import Shard
+from mst_scale.zero_shards import CompactIndex, mark, shape_of
+
+ADAM = ("adam", "adamw")
+
+
+def make_compact(
+    model: nn.Module, experiment: Experiment, optimizer: Any, parameters: Any, others: dict[str, Any]
+) -> Any:
+    """Make the sparse layers of a model compact, or log in one line why they stay dense.
+
+    Args:
+        model: the model, which is changed in place.
+        experiment: the config of the run.
+        optimizer: what `mst_scale.initialize` was given as its optimizer.
+        parameters: the parameters or parameter groups to optimize.
+        others: further arguments of `deepspeed.initialize`.
+
+    Returns:
+        The parameters or groups with compact parameters in place of the dense ones.
+    """
+    if experiment.mst.compute.compact == "off" or experiment.mst.stays_dense:
+        return parameters
+    reason = _why_dense(experiment, optimizer, model, others)
+    if reason is None:
+        targets = choose_targets(model, experiment.mst.targets)
+        reason = next((why for name, p in targets.items() if (why := _why_layer_stays(model, name, p))), None)
+    if reason is not None:
+        logger.info("mst.compute.compact: inactive weights are kept as zeros, because %s", reason)
+        return parameters
+    made = _convert(model, experiment, targets)
+    logger.info(
+        "mst.compute.compact: %d layers store their active weights alone, %s of %s",
+        len(made),
+        f"{sum(p.numel() for p in made.values()):,}",
+        f"{sum(index_size(p) for p in made.values()):,}",
+    )
+    return _replaced(parameters, made)
+
+
+def index_size(parameter: nn.Parameter) -> int:
+    """Return the number of weights of the matrix that a compact parameter stands for."""
+    numel = 1
+    for side in shape_of(parameter):
+        numel *= side
+    return numel
+
+
+def _why_dense(experiment: Experiment, optimizer: Any, model: nn.Module, others: dict[str, Any]) -> str | None:
+    """What in the config or in the arguments keeps a run dense."""
+    mst, config = experiment.mst, experiment.deepspeed
+    topology, sizes = mst.topology, sizes_of(config)
+    sparsities = {segment.sparsity for segment in experiment.schedule.segments()}
+    kind = str(config.get("optimizer", {}).get("type", "")).lower()
+    offload = config.get("zero_optimization", {}).get("offload_param", {})
+    cases = {
+        f"method {mst.method} multiplies with a function of its weights": mst.function is not None,
+        "mst.masks gives the masks": mst.masks is not None,
+        f"the sparsity changes ({min(sparsities):g} to {max(sparsities):g})": len(sparsities) > 1,
+        "mst.topology.granularity is not element": topology.granularity != "element",
+        f"policy {topology.policy} reads momentum of inactive weights": "momentum" in topology.chosen.reads,
+        "mst.topology.rezero asks for zeros": topology.rezero,
+        "mst.sparsity.initial = magnitude reads the weights first": mst.sparsity.initial != "random",
+        "it is not tested in fp16": precision_of(config) == "fp16",
+        "the optimizer is an object that has the dense weights": isinstance(optimizer, torch.optim.Optimizer),
+        "the optimizer is not the config's Adam or AdamW": optimizer is not None or kind not in ADAM,
+        "the model is a pipeline": isinstance(model, PipelineModule),
+        "layers or sequences are cut over ranks": others.get("mpu") is not None or max(vars(sizes).values()) > 1,
+        "it is not tested with offload_param": offload.get("device", "none") not in ("none", None),
+    }
+    return next((reason for reason, applies in cases.items() if applies), None)
+
+
+def _why_layer_stays(model: nn.Module, name: str, parameter: nn.Parameter) -> str | None:
+    """Why a parameter cannot be compact: somebody would read it as a matrix."""
+    if not parameter.requires_grad:
+        return f"{name} is not trained"
+    owners = [(m, key) for m in model.modules() for key, p in m._parameters.items() if p is parameter]
+    for module, key in owners:
+        known = (nn.Linear, nn.Embedding, *_stored_across())
+        if key != "weight" or type(module) not in known or "forward" in vars(module):
+            return f"{name} belongs to a {type(module).__name__}"
+        if isinstance(module, nn.Embedding) and (module.max_norm is not None or module.sparse):
+            return f"the embedding {name} has max_norm or sparse gradients"
+        if torch.nn.utils.parametrize.is_parametrized(module):
+            return f"{name} is parametrized"
+    tables = [module for module, _ in owners if isinstance(module, nn.Embedding)]
+    if tables and len(tables) == len(owners) and not hasattr(model, "head_product"):
+        return f"the head reads the embedding {name} by itself"
+    if not tables and len(owners) > 1:
+        return f"{name} is shared by {len(owners)} layers"
+    return None
+
+
+def _stored_across() -> tuple[type, ...]:
+    """transformers' Conv1D, if transformers has been imported: only then can a model contain it."""
+    transformers = sys.modules.get("transformers.pytorch_utils")
+    return () if transformers is None else (transformers.Conv1D,)
+
+
+def _convert(model: Any, experiment: Experiment, targets: dict[str, nn.Parameter]) -> dict[int, nn.Parameter]:
+    """Replace dense parameters by compact ones; these by the id of what they replace."""
+    mst = experiment.mst
+    seed = experiment.training.seed if mst.seed is None else mst.seed
+    shapes: Any = [shape_of(p) for p in targets.values()]
+    counts = active_counts(shapes, experiment.schedule.at(0).sparsity, mst.sparsity.distribution)
+    made: dict[int, nn.Parameter] = {}
+    for (name, parameter), shape, count in zip(targets.items(), shapes, counts, strict=True):
+        index = CompactIndex(name, tuple(shape), first_positions(name, tuple(shape), count, seed))
+        if index.count == index.numel:
+            continue  # the distribution leaves it dense
+        with deepspeed.zero.GatheredParameters([parameter] if hasattr(parameter, "ds_id") else []):
+            compact = nn.Parameter(index.collect(parameter.detach()))
+        mark(compact, index)
+        made[id(parameter)] = compact
+        for module in model.modules():
+            for key, own in list(module._parameters.items()):
+                if own is parameter:
+                    module._parameters[key] = compact
+                    _compute_with(module, index)
+        if hasattr(model, "head_product") and model.get_output_embeddings().weight is compact:
+            model.head_product = _Head(index)
+            if hasattr(model, "head_loss"):
+                model.head_loss = None
+    return made
+
+
+def first_positions(name: str, shape: tuple[int, ...], count: int, seed: int) -> torch.Tensor:
+    """Return the positions of the weights that are active at first, drawn as a run with dense storage draws them."""
+    mask = LayerMask(Shard.whole(name, shape), torch.device("cpu"))
+    unread = torch.zeros(()).expand(mask.numel)
+    evolve.sparsify([Layer(mask, count, unread)], how="random", seed=seed, exchange=Exchange())
+    return packed_bits.indices(mask.packed(), mask.length)
+
+
+def _compute_with(module: nn.Module, index: CompactIndex) -> None:
+    """Let a module compute with the values that its parameter stores from now on."""
+    forward = _embedding if isinstance(module, nn.Embedding) else _linear
+    index.across = index.across or type(module) in _stored_across()
+    module.forward = functools.wraps(type(module).forward)(functools.partial(forward, module, index))  # type: ignore
+    module._register_state_dict_hook(functools.partial(_save_matrix, index=index))
+    module._register_load_state_dict_pre_hook(functools.partial(_load_matrix, index=index))
+
+
+def _linear(module: Any, index: CompactIndex, x: torch.Tensor) -> torch.Tensor:
+    return compact_linear(x, module.weight, index, index.shape, module.bias)
+
+
+def _embedding(module: nn.Embedding, index: CompactIndex, tokens: torch.Tensor) -> torch.Tensor:
+    return compact_embedding(tokens, module.weight, index, module.padding_idx, module.scale_grad_by_freq)
+
+
+class _Head:
+    """The product of a model's head with its token embedding."""
+
+    def __init__(self, index: CompactIndex):
+        self.index = index
+
+    def __call__(self, x: torch.Tensor, values: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        return compact_linear(x, values, self.index, self.index.shape, bias)
+
+
+# --- state dicts have the whole matrix ---
+
+
+def _save_matrix(module: Any, state: dict[str, Any], prefix: str, metadata: Any, *, index: CompactIndex) -> None:
+    """Put the matrix in place of its values, unless these are asked for or the live parameters are."""
+    key = prefix + "weight"
+    value = state.get(key)
+    if value is None or index.stores_values or isinstance(value, nn.Parameter) or value.numel() != index.count:
+        return
+    state[key] = index.expand(value)
+
+
+def _load_matrix(state: dict[str, Any], prefix: str, *more: Any, index: CompactIndex) -> None:
+    """Take the active weights out of a matrix, and leave the others, which are 0 here."""
+    key = prefix + "weight"
+    value = state.get(key)
+    if value is not None and not index.stores_values and tuple(value.shape) == index.shape:
+        state[key] = index.collect(value.detach())
+
+
+def _replaced(parameters: Any, made: dict[int, nn.Parameter]) -> Any:
+    """Parameters, or groups of them, with what was made in place of what it replaces."""
+
+    def one(parameter: Any) -> Any:
+        if isinstance(parameter, tuple):  # (name, parameter)
+            return parameter[0], one(parameter[1])
+        return made.get(id(parameter), parameter)
+
+    def group(item: Any) -> Any:
+        if not isinstance(item, dict):
+            return one(item)
+        held = item["params"]
+        held = [held] if isinstance(held, torch.Tensor) else held
+        return {**item, "params": [one(p) for p in held]}
+
+    if parameters is None:
+        return None
+    if not isinstance(parameters, Iterable):
+        raise UserError(f"model_parameters is a {type(parameters).__name__}: give parameters or groups of them")
+    return [group(item) for item in parameters]

@@ -1,0 +1,111 @@
+"""Turns a prompt into token ids and ids into text, with the tokenizer that a model was trained with."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+
+from mst_scale.compact_files.weights import ModelWeights
+from mst_scale.data.tokenizer import Tokenizer, chosen, is_missing, load_tokenizer
+from mst_scale.errors import UserError
+
+UNFINISHED = "\ufffd"  # what bytes that are not a whole character decode to
+
+
+def tokenizer_for(weights: ModelWeights, given: str | None = None) -> Tokenizer:
+    """Load the tokenizer of a model, or `given`.
+
+    Raises:
+        UserError: if there is none, it has other ids than the model's own, or more than the model.
+        OSError: if its vocabulary cannot be downloaded.
+    """
+    named = chosen(given, weights.tokenizer, str(weights.path))
+    if named is None and (weights.path / "tokenizer.json").is_file():
+        found = _of_transformers(weights.path)
+    elif named is None:
+        raise UserError(f"{weights.path} does not say which tokenizer made its corpus: name it with --tokenizer")
+    elif is_missing(named.name):
+        raise UserError(
+            f"{weights.path}: its tokenizer {named.name} is missing: name the file where it is now (--tokenizer)"
+        )
+    else:
+        found = load_tokenizer(named.name)
+    if found.vocab_size > weights.config.vocab_size:
+        raise UserError(
+            f"tokenizer {found.name!r} has {found.vocab_size} ids, but the model only {weights.config.vocab_size}: "
+            "name the one that it was trained with (--tokenizer)"
+        )
+    return found
+
+
+def _of_transformers(folder: Path) -> Tokenizer:
+    """Return the tokenizer in a folder of transformers."""
+    from transformers import AutoTokenizer
+
+    try:
+        found = AutoTokenizer.from_pretrained(str(folder))
+    except Exception as error:  # transformers raises errors of many kinds
+        raise UserError(
+            f"{folder} has no tokenizer that transformers can load ({type(error).__name__}): name one (--tokenizer)"
+        ) from None
+
+    def encode(text: str) -> np.ndarray:
+        ids = found(text, add_special_tokens=False)["input_ids"]
+        if found.unk_token_id in ids and found.unk_token not in text:
+            raise UserError(f"the prompt has a word that the tokenizer of {folder} does not know: leave it out")
+        return np.asarray(ids, dtype=np.int64)
+
+    end = -1 if found.eos_token_id is None else int(found.eos_token_id)
+    return Tokenizer(f"of {folder}", len(found), end, encode, found.decode)
+
+
+def encode_prompt(tokenizer: Tokenizer, prompt: str) -> list[int]:
+    """Return the ids of a prompt.
+
+    Raises:
+        UserError: if it is empty, not text, or has a part that the tokenizer does not know.
+    """
+    try:
+        prompt.encode()
+    except UnicodeEncodeError:
+        raise UserError("the prompt is not valid UTF-8: write it in the encoding of the terminal") from None
+    ids = [int(i) for i in tokenizer.encode(prompt)]
+    if not ids:
+        raise UserError("the prompt is empty: give at least one token of text to continue")
+    if tokenizer.mask is not None:  # word pieces: what is in no piece becomes [UNK]
+        unknown = _unknown_id(tokenizer)
+        if unknown in ids:
+            known = tokenizer.decode(ids[: ids.index(unknown)])
+            after = f" after {known[-20:]!r}" if known else " at its beginning"
+            raise UserError(
+                f"the prompt has a word{after} that tokenizer {tokenizer.name!r} does not know: leave it out"
+            )
+    return ids
+
+
+def _unknown_id(tokenizer: Tokenizer) -> int:
+    """Return the id of [UNK]: every word of more than 100 characters becomes one."""
+    return int(tokenizer.encode("x" * 101)[0])
+
+
+class Decoded:
+    """The text of a growing list of ids, given out as soon as its characters are whole."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self.tokenizer = tokenizer
+        self.ids: list[int] = []
+        self.given = 0
+
+    def add(self, token: int) -> str:
+        """Add a token and return the characters that it completes."""
+        self.ids.append(token)
+        return self._after(self.tokenizer.decode(self.ids).rstrip(UNFINISHED))
+
+    def rest(self) -> str:
+        """Return what no further token will complete."""
+        return self._after(self.tokenizer.decode(self.ids))
+
+    def _after(self, text: str) -> str:
+        new, self.given = text[self.given :], max(self.given, len(text))
+        return new

@@ -1,0 +1,231 @@
+"""Multiplies with a sparse matrix of which only the active weights exist: the layer of the compact store.
+
+    y  = x Sᵀ + b                     S (outputs, inputs) has values[i] where the i-th active weight stands, else zeros
+    dx = dy S
+    dvalues = dyᵀ x where S has values
+    db = Σ dy
+
+`values` is one-dimensional: the K active weights in the order of the flattened matrix. They are the parameter, and
+their gradient is K numbers as well. A `CompactIndex` says where they stand. It is built once per mask.
+
+    dense   expands the values to a matrix in the forward pass and again in the backward pass, so that only one layer's
+            matrix exists at a time. It gives the bits of `F.linear` and its gradients, and it is the definition that
+            the other backend is tested against. Torch's dense products use AMX or AVX512-BF16 where the CPU has them
+    cpu     multiplies with the values alone (`cpu.build_products`), with the bits of `cpu.CompiledIndex`. No dense
+            matrix exists in the forward or the backward pass, except for the gradient that `dense_gradient` asks for
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from mst_scale.errors import UserError
+from mst_scale.sparse_linear import cpu, head
+from mst_scale.sparse_linear.definition import under_autocast, wide
+from mst_scale.sparse_linear.derivatives import TO_DENSE, Sink, ValuesLinear, outside_graphs
+from mst_scale.sparse_linear.kernel import CompiledProducts
+from mst_scale.transforms import check_not_transformed, leave_graph
+
+
+def products_of(positions: Tensor, shape: tuple[int, int], across: bool = False) -> cpu.Products:
+    """Return what the backend "cpu" multiplies with, for another index's attribute `products`.
+
+    Args:
+        positions: where the values stand in the flattened matrix, ascending.
+        shape: the shape in which the matrix is flattened.
+        across: the matrix is stored as (inputs, outputs).
+    """
+    active = torch.zeros(shape, dtype=torch.bool)
+    active.view(-1)[positions.long()] = True
+    return cpu.build_products(active, across)
+
+
+class CompactIndex:
+    """Where the values of one matrix stand.
+
+    Attributes:
+        rows: rows of the matrix as it is flattened.
+        columns: columns of the same.
+        across: whether the matrix is stored as (inputs, outputs), as transformers' Conv1D does.
+        count: the number of active weights, K.
+        backend: "dense" or "cpu".
+    """
+
+    def __init__(self, active: Tensor, *, across: bool = False, backend: str = "dense"):
+        """Build the index of a mask; `active` is bool, of the shape in which the matrix is flattened."""
+        self.rows, self.columns = int(active.shape[0]), int(active.shape[1])
+        self.across, self.backend = across, backend
+        if backend == "cpu":
+            self.products = cpu.build_products(active, across)
+            self.count = self.products.entries
+            return
+        assert backend == "dense", backend
+        self.where = active.reshape(-1).nonzero().view(-1)
+        self.count = len(self.where)
+
+    @classmethod
+    def from_mask(
+        cls, mask: Tensor, shape: tuple[int, int] | torch.Size, *, across: bool = False, backend: str = "dense"
+    ) -> CompactIndex:
+        """Build the index of a mask, which takes milliseconds: do it again after each topology step.
+
+        Args:
+            mask: bool with as many elements as the matrix, or its bits, 8 to a byte, the first one highest.
+            shape: (rows, columns) of the matrix as it is flattened.
+            across: the matrix is stored as (inputs, outputs).
+            backend: what `dispatch.select` chose for the layer.
+
+        Raises:
+            UserError: if the mask does not fit the shape.
+        """
+        rows, columns = (int(size) for size in shape)
+        if mask.dtype == torch.uint8 and mask.numel() == -(-rows * columns // 8):
+            mask = _unpacked(mask.reshape(-1), rows * columns)
+        if mask.dtype != torch.bool or mask.numel() != rows * columns:
+            raise UserError(
+                f"a mask of {mask.numel()} elements in {mask.dtype} does not fit a {rows} × {columns} matrix: "
+                f"give {rows * columns} bools, or {-(-rows * columns // 8)} bytes of packed bits"
+            )
+        return cls(mask.reshape(rows, columns), across=across, backend=backend)
+
+    @functools.cached_property
+    def where(self) -> Tensor:
+        """The position of each value in the flattened matrix."""
+        return self.products.where
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(rows, columns)."""
+        return self.rows, self.columns
+
+    @property
+    def outputs(self) -> int:
+        """The number of outputs of the layer."""
+        return self.columns if self.across else self.rows
+
+    @property
+    def inputs(self) -> int:
+        """The number of inputs of the layer."""
+        return self.rows if self.across else self.columns
+
+    def expand(self, values: Tensor) -> Tensor:
+        """Return the matrix with zeros where it has no values; autograd gives the gradient of the values."""
+        zeros = values.new_zeros(self.rows * self.columns)
+        if torch.is_grad_enabled() and values.requires_grad:
+            return zeros.index_put((self.where,), values).view(self.shape)
+        return zeros.index_copy_(0, self.where, values).view(self.shape)
+
+    def collect(self, matrix: Tensor) -> Tensor:
+        """Return what a matrix holds where this one has values."""
+        return matrix.reshape(-1)[self.where]
+
+
+def _unpacked(bits: Tensor, length: int) -> Tensor:
+    shifts = torch.arange(7, -1, -1, dtype=torch.uint8, device=bits.device)
+    return (bits.unsqueeze(1) >> shifts).bitwise_and_(1).view(-1)[:length].bool()
+
+
+def compact_linear(
+    x: Tensor, values: Tensor, index: CompactIndex, bias: Tensor | None = None, *, dense_gradient: Sink | None = None
+) -> Tensor:
+    """Return x Sᵀ + b with autograd.
+
+    Args:
+        x: (…, inputs).
+        values: the active weights, one-dimensional.
+        index: where they stand.
+        bias: (outputs,).
+        dense_gradient: called in the backward pass with the gradient of the whole matrix, of the index's shape, which
+            growth reads. It must not keep it.
+
+    Raises:
+        UserError: if shapes, dtypes or devices do not fit each other, or under transforms of torch.func.
+    """
+    check_not_transformed("a compact layer", TO_DENSE, x, values, bias)
+    x, values, bias = under_autocast(x), under_autocast(values), None if bias is None else under_autocast(bias)
+    _check(x, values, index, bias)
+    leave_graph("a compact layer", TO_DENSE)
+    if index.backend == "dense":
+        y: Tensor = outside_graphs(_Expanded, x, values, bias, (index, dense_gradient))
+        return y
+    flat = x.reshape(-1, index.inputs).contiguous()
+    y = outside_graphs(ValuesLinear, flat, values, bias, (index.products, dense_gradient))
+    return y.view(*x.shape[:-1], index.outputs)
+
+
+def compact_cross_entropy(
+    x: Tensor, values: Tensor, targets: Tensor, index: CompactIndex, count: Tensor | None = None
+) -> Tensor | None:
+    """Return the cross-entropy of x Sᵀ without keeping the logits, or None if the index's backend has to compute them.
+
+    See `head.cross_entropy`.
+    """
+    if index.backend == "dense" or not isinstance(index.products, CompiledProducts):
+        return None
+    check_not_transformed("a compact layer", TO_DENSE, x, values)
+    x, values = under_autocast(x), under_autocast(values)
+    _check(x, values, index, None)
+    return head.cross_entropy(x, values.to(wide(values.dtype)), targets, index.products, count)
+
+
+def _check(x: Tensor, values: Tensor, index: CompactIndex, bias: Tensor | None) -> None:
+    if values.dim() != 1 or len(values) != index.count:
+        raise UserError(f"the index has {index.count} active weights, but values are {tuple(values.shape)}")
+    if x.shape[-1] != index.inputs or (x.dtype, x.device) != (values.dtype, values.device):
+        raise UserError(
+            f"x is {tuple(x.shape)} {x.dtype} on {x.device}, the values {values.dtype} on {values.device}: the last "
+            f"dimension of x must be {index.inputs}, and dtypes and devices must be equal"
+        )
+    if bias is not None and (bias.shape, bias.dtype, bias.device) != ((index.outputs,), x.dtype, x.device):
+        raise UserError(
+            f"the bias is {tuple(bias.shape)} {bias.dtype} on {bias.device}: it must be ({index.outputs},) {x.dtype} "
+            f"on {x.device}"
+        )
+
+
+class _Expanded(torch.autograd.Function):
+    """The layer through a temporary matrix. Saved are x and the values, so no dense matrix lives in the graph."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, values: Tensor, bias: Tensor | None, how: tuple[CompactIndex, Sink | None]
+    ) -> Tensor:
+        ctx.save_for_backward(x, values)
+        ctx.index, ctx.sink = how
+        return _dense_product(x, ctx.index.expand(values), bias, ctx.index.across)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        # only operations that torch differentiates, so that create_graph=True works
+        (x, values), dy = ctx.saved_tensors, grads[0]
+        index: CompactIndex = ctx.index
+        wants_x, wants_values, wants_bias = ctx.needs_input_grad[:3]
+        dx = dvalues = dbias = None
+        flat_x, flat = x.reshape(-1, index.inputs), dy.reshape(-1, index.outputs)
+        if wants_x:
+            matrix = index.expand(values)
+            weight = matrix.T if index.across else matrix
+            by_columns = flat_x.stride() == (1, len(flat_x))  # then autograd computes the transpose: other bits
+            dx = ((weight.T @ flat.T).T if by_columns else flat @ weight).reshape(x.shape)
+        if wants_values:
+            gradient = flat_x.T @ flat if index.across else flat.T @ flat_x
+            if ctx.sink is not None:
+                ctx.sink(gradient.detach())
+            dvalues = index.collect(gradient)
+        if wants_bias:
+            dbias = flat.sum(0)
+        return dx, dvalues, dbias, None
+
+
+def _dense_product(x: Tensor, matrix: Tensor, bias: Tensor | None, across: bool) -> Tensor:
+    """The layer with a dense matrix, as torch's Linear or transformers' Conv1D computes it."""
+    if not across:
+        return F.linear(x, matrix, bias)
+    flat = x.reshape(-1, x.shape[-1])
+    y = flat @ matrix if bias is None else torch.addmm(bias, flat, matrix)
+    return y.view(*x.shape[:-1], matrix.shape[1])

@@ -1,0 +1,83 @@
+"""Computes the loss of a sparse output matrix without keeping its logits, by the compiled kernel.
+
+The forward pass computes the gradients too, if they are wanted: they need the same logits, which exist for one tile of
+tokens at a time. The backward pass only scales them.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mst_scale.errors import UserError
+from mst_scale.sparse_linear import derivatives
+from mst_scale.sparse_linear.definition import wide
+from mst_scale.sparse_linear.kernel import CompiledProducts
+from mst_scale.transforms import check_first_derivative, leave_graph
+
+# Bytes of scratch of all threads of a head together: each has the logits of a tile and its own gradient.
+SCRATCH = 1 << 30
+TILE = 64  # tokens, at most
+
+
+def cross_entropy(
+    x: Tensor, values: Tensor, targets: Tensor, products: CompiledProducts, count: Tensor | None = None
+) -> Tensor:
+    """Return the mean of -log softmax(x Sᵀ)[target] over targets other than -1, in float32.
+
+    Args:
+        x: (…, inputs).
+        values: the active weights of the head, in float32 (float64 if x is).
+        targets: as many as x has tokens.
+        products: the structure of the mask.
+        count: the sum is divided by this number instead of by the number of targets that count.
+
+    Raises:
+        UserError: if targets do not fit, or for a second derivative.
+    """
+    leave_graph("the loss of a sparse head", derivatives.TO_DENSE)
+    return _outside_graphs(x, values, targets, (products, torch.is_grad_enabled(), count))
+
+
+@torch._disable_dynamo  # torch.compile would try to trace the kernel, and warn about it
+def _outside_graphs(*arguments: Any) -> Tensor:
+    loss: Tensor = _CrossEntropy.apply(*arguments)
+    return loss
+
+
+class _CrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, values: Tensor, targets: Tensor, how: tuple[CompiledProducts, bool, Tensor | None]
+    ) -> Tensor:
+        products, with_gradients, count = how
+        outputs, inputs = products.shape
+        flat = x.reshape(-1, inputs).contiguous()
+        targets = targets.reshape(-1).to(torch.int64).contiguous()
+        if len(targets) != len(flat) or (len(targets) and int(targets.max()) >= outputs):
+            raise UserError(f"{len(flat)} tokens need {len(flat)} targets below {outputs}")
+        if len(targets) and int(targets.min()) < -1:
+            raise UserError(f"a target is {int(targets.min())}: use -1 for tokens that do not count")
+        counted = targets >= 0
+        total = counted.sum() if count is None else count
+        dtype = wide(x.dtype)
+        wants_gradients = with_gradients and any(ctx.needs_input_grad)  # torch.no_grad does not change the latter
+        losses = torch.empty(len(flat), dtype=dtype)
+        dx = torch.empty(flat.shape, dtype=dtype) if wants_gradients else None
+        gradient = torch.empty(products.entries, dtype=dtype) if wants_gradients else None
+        given = {"x": flat, "values": values.contiguous(), "targets": targets, "weights": counted.to(dtype) / total}
+        each = (products.entries + TILE * outputs) * losses.element_size()
+        results = {"losses": losses, "dx": dx, "gradient": gradient}
+        products.run("sl_head", len(flat), x.dtype, {**given, **results}, most_threads=max(1, SCRATCH // each))
+        if wants_gradients:
+            ctx.save_for_backward(dx, gradient)
+        ctx.shape, ctx.dtype = x.shape, x.dtype
+        return losses.double().sum().div(total).to(dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        check_first_derivative("the loss of a sparse head", derivatives.TO_DENSE)
+        dx, gradient = ctx.saved_tensors
+        return (dx * grads[0]).to(ctx.dtype).view(ctx.shape), gradient * grads[0], None, None

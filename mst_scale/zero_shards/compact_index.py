@@ -1,0 +1,114 @@
+"""Says which weights of a matrix a compact parameter stores: all active ones, in the order of the flattened matrix.
+
+A compact parameter is a vector of K values. Its index is not trained, is the same on every rank and changes only at
+topology steps; K never changes, because DeepSpeed has laid out its shards for it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mst_scale.errors import UserError
+
+_ATTRIBUTE = "mst_compact_index"
+_WIDEST = 2**31
+
+
+class CompactIndex:
+    """The index of one compact parameter; also what `sparse_linear.compact` multiplies with, in the same interface."""
+
+    across = False
+    """Whether the matrix is stored as (inputs, outputs), as transformers' Conv1D does."""
+    backend = "dense"
+
+    def __init__(self, name: str, shape: tuple[int, ...], positions: Tensor):
+        self.name, self.shape, self.numel = name, shape, math.prod(shape)
+        self.positions = self._narrow(positions)
+        """Where the values stand in the flattened matrix, ascending; 4 bytes per value."""
+        self.on_gradient: Callable[[Tensor], None] | None = None
+        """Called with the gradient of the whole matrix in each backward pass, while a topology step needs it."""
+        self.stores_values = False
+        """Whether `state_dict` and `load_state_dict` of the model see the values and not the whole matrix."""
+
+    @property
+    def count(self) -> int:
+        """The number of values."""
+        return self.positions.numel()
+
+    @property
+    def outputs(self) -> int:
+        """Outputs of the layer that multiplies with the matrix."""
+        return self.shape[1] if self.across else self.shape[0]
+
+    @property
+    def inputs(self) -> int:
+        """Inputs of the layer that multiplies with the matrix."""
+        return self.shape[0] if self.across else self.shape[1]
+
+    def replace(self, positions: Tensor) -> None:
+        """Take other positions, as many as before."""
+        assert positions.numel() == self.count, f"{self.name}: {positions.numel()} positions for {self.count} values"
+        self.positions = self._narrow(positions).to(self.positions.device)
+
+    def on(self, device: torch.device) -> Tensor:
+        """Return the positions on a device, where they stay: that of the forward pass."""
+        if self.positions.device != device:
+            self.positions = self.positions.to(device)
+        return self.positions
+
+    def expand(self, values: Tensor) -> Tensor:
+        """Return the matrix with these values; all others are 0. Autograd gives the gradient of the values."""
+        positions, flat = self.on(values.device), values.new_zeros(self.numel)
+        if torch.is_grad_enabled() and values.requires_grad:
+            return flat.index_put((positions,), values).view(self.shape)
+        return flat.scatter_(0, positions.long(), values).view(self.shape)
+
+    def collect(self, matrix: Tensor) -> Tensor:
+        """Return the values that a matrix, or a flattened one, has at the index."""
+        return matrix.reshape(-1).index_select(0, self.positions.to(matrix.device))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> CompactIndex:
+        raise UserError(
+            f"{self.name} is trained as its active values alone, and a copy of the model would not follow its "
+            "topology: set mst.compute.compact to off to copy or average the model while it trains"
+        )
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "on_gradient": None}  # which belongs to an engine
+
+    def _narrow(self, positions: Tensor) -> Tensor:
+        return positions.to(torch.int32 if self.numel < _WIDEST else torch.int64)
+
+
+def mark(parameter: nn.Parameter, index: CompactIndex) -> None:
+    """Say that a parameter stores the values at an index."""
+    setattr(parameter, _ATTRIBUTE, index)
+
+
+def index_of(parameter: Any) -> CompactIndex | None:
+    """Return the index of a compact parameter, None of an ordinary one."""
+    return getattr(parameter, _ATTRIBUTE, None)
+
+
+def indexes_of(model: nn.Module) -> list[CompactIndex]:
+    """Return the indexes of a model's compact parameters, in the order of parameters."""
+    return [index for p in model.parameters() if (index := index_of(p)) is not None]
+
+
+@contextlib.contextmanager
+def values_stored(indexes: Iterable[CompactIndex]) -> Iterator[None]:
+    """Let DeepSpeed save and load the values alone, meanwhile."""
+    indexes = list(indexes)
+    for index in indexes:
+        index.stores_values = True
+    try:
+        yield
+    finally:
+        for index in indexes:
+            index.stores_values = False

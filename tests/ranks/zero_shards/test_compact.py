@@ -1,0 +1,296 @@
+"""Compact storage trains as dense storage does: the same masks, weights and moments, bit for bit in fp32 on 1 and 2
+ranks, with clipping at work; and what a rank keeps and sends follows the density."""
+
+import logging
+
+import pytest
+import torch
+from deepspeed import comm as ds_comm
+from torch import nn
+
+import mst_scale
+from mst_scale import zero_shards
+from mst_scale.config import load
+from mst_scale.engine.compaction import make_compact
+from mst_scale.models import GPT
+from tests.support import pool
+from tests.support.compact_pairs import constant_config, course, differences, looked_at, started
+from tests.support.toy_engine import train
+from tests.support.toys import toy, toy_batch
+
+STEPS = 10  # with three topology steps
+
+
+def both(world, stage, accumulation=1, **more):
+    """The courses of rank 0 with compact and with dense storage."""
+    configs = [constant_config(stage, world, kind, accumulation=accumulation, **more) for kind in ("auto", "off")]
+    compact, dense = (pool.run(course, world, config, STEPS, accumulation)[0] for config in configs)
+    assert compact[-1]["moved"] == 9 and any(step["norm"] > 0.05 for step in dense), (
+        "masks move, and clipping is active"
+    )
+    return compact, dense
+
+
+CASES = [(2, stage, policy) for stage in range(4) for policy in ("set", "rigl")]
+CASES += [(1, 0, "set"), (1, 1, "mest"), (1, 2, "rigl"), (1, 3, "mst"), (2, 1, "mst"), (2, 3, "mest")]
+
+
+@pytest.mark.parametrize(("world", "stage", "policy"), CASES)
+def test_bit_equal_to_dense_storage(world, stage, policy):
+    assert differences(*both(world, stage, policy=policy)) == []
+
+
+@pytest.mark.parametrize("moments", ["active_mean", "zero"])
+def test_bit_equal_with_other_moments_of_grown_weights(moments):
+    assert differences(*both(2, 2, policy="rigl", topology={"grown_moments": moments})) == []
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_bit_equal_without_regrowth_and_with_topology_steps_in_place_of_updates(stage):
+    assert differences(*both(2, stage, policy="mst", topology={"regrow": False, "replaces_update": True})) == []
+
+
+@pytest.mark.parametrize(("stage", "policy"), [(0, "set"), (1, "set"), (2, "set"), (3, "rigl")])
+def test_bit_equal_with_accumulation(stage, policy):
+    assert differences(*both(1, stage, accumulation=2, policy=policy)) == []
+
+
+ZERO = [(2, {"overlap_comm": True, "reduce_bucket_size": 100}), (3, {"stage3_param_persistence_threshold": 10**6})]
+ZERO += [(3, {"sub_group_size": 100}), (1, {"contiguous_gradients": False})]
+
+
+@pytest.mark.parametrize(("stage", "zero"), ZERO)
+def test_bit_equal_with_other_settings_of_zero(stage, zero):
+    assert differences(*both(2, stage, policy="rigl", zero_optimization=zero)) == []
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_bit_equal_beside_a_layer_that_stays_dense(stage):
+    """At a low sparsity the distribution gives all weights to the smallest matrix."""
+    compact, dense = both(2, stage, policy="rigl", sparsity=0.4)
+    assert bool(compact[-1]["out.weight weight"].count_nonzero() == 7 * 13)
+    assert differences(compact, dense) == []
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_four_ranks_differ_by_the_order_of_sums_alone(stage):
+    compact, dense = both(4, stage, policy="rigl")
+    assert differences(compact, dense, tolerance=2e-6) == []  # weights of about 1: 16 units in the last place
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_bf16_has_the_same_masks_and_weights_within_rounding(stage):
+    """Norms of stage 0 are float32 sums there, so clipping may differ by a unit in the last place of float32."""
+    compact, dense = both(2, stage, precision="bf16", policy="rigl")
+    assert differences(compact, dense, tolerance=1e-5) == []
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_deepspeeds_kernel_for_cpus_is_within_its_rounding(stage):
+    """It computes the ends of a vector by another formula than its middle, and the ends are elsewhere."""
+    adam = {"optimizer": {"type": "AdamW", "params": {"torch_adam": False}}}
+    compact, dense = both(2, stage, policy="set", **adam)
+    assert differences(compact, dense, tolerance=2e-6) == []
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_bit_equal_with_the_optimizer_offloaded(stage):
+    offload = {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}
+    compact, dense = both(2, stage, policy="rigl", **offload)
+    assert differences(compact, dense, tolerance=2e-6) == []  # DeepSpeed's kernel, as above
+
+
+# --- steps that are skipped ---
+
+
+def with_an_overflow(rank, world, stage, kind):
+    engine = started(constant_config(stage, world, kind, policy="rigl"))
+    found = []
+    for step in range(7):
+        loss = engine(*toy_batch(step, rank))
+        engine.backward(loss * float("inf") if step == 2 and rank == 0 else loss)
+        engine.step()
+        found.append({**looked_at(engine, world), "moved": engine.mst.changed_at})
+    return found
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_after_an_overflow_the_topology_step_follows_as_with_dense_storage(stage):
+    compact, dense = (pool.run(with_an_overflow, 2, stage, kind)[0] for kind in ("auto", "off"))
+    assert [step["moved"] for step in compact] == [0, 0, 0, 4, 4, 6, 6]
+    assert differences(compact, dense) == []
+
+
+def with_a_hidden_overflow(rank, world, stage):
+    """A gradient that is not finite where no weight is active, and on one rank alone."""
+    engine = started(constant_config(stage, world, "auto", policy="rigl"))
+    train(engine, rank, world, 2)
+    store, before = engine.mst.store, looked_at(engine, world)
+    reduced = store.reduced
+
+    def damaged(i, gradient):
+        found = reduced(i, gradient)
+        if found.numel() and (stage == 0 or rank == 1):
+            found[0] = float("inf")
+        return found
+
+    store.reduced = damaged
+    train(engine, rank, world, 1, first=2)
+    skipped = differences([looked_at(engine, world)], [before])
+    store.reduced = reduced
+    train(engine, rank, world, 1, first=3)
+    return skipped, engine.mst.changed_at
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_a_gradient_of_an_inactive_weight_that_is_not_finite_skips_the_step_on_all_ranks(stage):
+    assert pool.run(with_a_hidden_overflow, 2, stage) == [([], 4)] * 2
+
+
+# --- the tied head, activation checkpointing ---
+
+
+def gpt_course(rank, world, stage, kind, recompute):
+    config = constant_config(stage, world, kind, policy="rigl", sparsity=0.9)
+    config["mst"]["targets"] = {"lm_head": True}
+    model = {"vocab_size": 61, "seq_length": 16, "n_layer": 2, "n_head": 2, "n_embd": 24}
+    settings = load({**config, "model": {**model, "activation_checkpointing": recompute}}).model
+    torch.manual_seed(5)
+    engine = started(config, GPT(settings))
+    found = []
+    for step in range(7):
+        tokens = torch.randint(61, (8, 17), generator=torch.Generator().manual_seed(10 * step + rank))
+        loss = engine(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())
+        engine.backward(loss)
+        engine.step()
+        found.append({**looked_at(engine, world), "losses": [float(loss.detach())], "moved": engine.mst.changed_at})
+    names = [index.name for index in zero_shards.indexes_of(engine.module)]
+    assert ("wte.weight" in names) == (kind == "auto")
+    return found
+
+
+@pytest.mark.parametrize(("stage", "recompute"), [(0, False), (2, True), (3, True)])
+def test_the_tied_head_is_compact_and_bit_equal(stage, recompute):
+    compact, dense = (pool.run(gpt_course, 2, stage, kind, recompute)[0] for kind in ("auto", "off"))
+    assert compact[-1]["moved"] == 6 and differences(compact, dense) == []
+
+
+def hugging_face_course(rank, world, stage, kind):
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    none = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+    shape = {"n_layer": 2, "n_head": 2, "n_embd": 24, "vocab_size": 61, "n_positions": 16}
+    config = constant_config(stage, world, kind, policy="rigl", sparsity=0.9)
+    config["mst"]["targets"] = {"lm_head": True}
+    torch.manual_seed(5)
+    engine = started(config, GPT2LMHeadModel(GPT2Config(**shape, **none)))
+    found = []
+    for step in range(7):
+        tokens = torch.randint(61, (8, 16), generator=torch.Generator().manual_seed(10 * step + rank))
+        loss = engine(tokens, labels=tokens).loss
+        engine.backward(loss)
+        engine.step()
+        found.append({**looked_at(engine, world), "losses": [float(loss.detach())], "moved": engine.mst.changed_at})
+    names = [index.name for index in zero_shards.indexes_of(engine.module)]
+    assert ("transformer.wte.weight" in names and "transformer.h.0.mlp.c_fc.weight" in names) == (kind == "auto")
+    return found
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_model_of_transformers_is_compact_and_bit_equal(stage):
+    pytest.importorskip("transformers")
+    compact, dense = (pool.run(hugging_face_course, 2, stage, kind)[0] for kind in ("auto", "off"))
+    assert compact[-1]["moved"] == 6 and differences(compact, dense) == []
+
+
+# --- what follows the density ---
+
+
+class Wide(nn.Module):
+    """Nearly all of its weights are in matrices."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(64, 256, bias=False), nn.Linear(256, 64, bias=False)
+
+    def forward(self, x):
+        return self.down(torch.relu(self.up(x))).square().mean()
+
+
+def kept_and_sent(rank, world, stage, kind):
+    """Values of master weights, bytes of optimizer states and of gradients' and weights' collectives in one step."""
+    more = {"policy": "set", "sparsity": 0.96, "comms_logger": {"enabled": True, "prof_all": True}}
+    engine = started(constant_config(stage, world, kind, **more), Wide())
+    ds_comm.comms_logger.comms_dict.clear()
+    for _ in range(2):
+        engine.backward(engine(torch.randn(8, 64)))
+        engine.step()
+        states = ds_comm.comms_logger.comms_dict
+        sent = sum(size * entry[0] for sizes in states.values() for size, entry in sizes.items())
+        ds_comm.comms_logger.comms_dict.clear()
+    optimizer = zero_shards.base_optimizer(engine)
+    held = [p for group in optimizer.param_groups for p in group["params"]] or list(optimizer.state)
+    bytes_of = sum(
+        value.numel() * value.element_size()
+        for state in optimizer.state.values()
+        for value in state.values()
+        if torch.is_tensor(value)
+    )
+    live = sum(p.numel() for p in engine.module.parameters())
+    return {"masters": sum(p.numel() for p in held), "states": bytes_of, "sent": sent, "parameters": live}
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_memory_and_traffic_follow_the_density(stage):
+    compact, dense = (pool.run(kept_and_sent, 2, stage, kind)[0] for kind in ("auto", "off"))
+    for what, most in compact.items():
+        assert most <= 0.05 * dense[what] + 4096, (what, most, dense[what])  # 4 % of the weights, and small messages
+
+
+# --- what stays dense ---
+
+WHY = [
+    ({"mst.sparsity.variation": "sv"}, "the sparsity changes"),
+    ({"mst.topology.policy": "snfs"}, "reads momentum"),
+    ({"mst.topology.granularity": {"block": 4}}, "granularity is not element"),
+    ({"mst.sparsity.initial": "magnitude"}, "initial = magnitude"),
+    ({"fp16": {"enabled": True}}, "fp16"),
+    ({"optimizer": {"type": "SGD", "params": {"lr": 0.1}}}, "not the config's Adam"),
+]
+
+
+@pytest.mark.parametrize(("changes", "reason"), WHY, ids=lambda value: value if isinstance(value, str) else "")
+def test_what_cannot_be_compact_stays_dense_and_one_line_says_why(changes, reason, caplog):
+    config = constant_config(1, 1, "auto")
+    for key, value in changes.items():
+        *path, name = key.split(".")
+        place = config
+        for part in path:
+            place = place[part]
+        place[name] = value
+    model = toy()
+    with caplog.at_level(logging.INFO, "mst_scale"):
+        make_compact(model, load(config), None, model.parameters(), {})
+    lines = [record.getMessage() for record in caplog.records if "mst.compute.compact" in record.getMessage()]
+    assert len(lines) == 1 and reason in lines[0]
+    assert not zero_shards.indexes_of(model)
+
+
+def test_a_layer_of_another_kind_stays_dense(caplog):
+    class Own(nn.Linear):
+        pass
+
+    model = toy()
+    model.down = Own(37, 13, bias=False)
+    with caplog.at_level(logging.INFO, "mst_scale"):
+        make_compact(model, load(constant_config(1, 1, "auto")), None, model.parameters(), {})
+    assert "down.weight belongs to a Own" in caplog.text and not zero_shards.indexes_of(model)
+
+
+def test_it_is_off_unless_asked_for():
+    config = constant_config(1, 1, "auto")
+    del config["mst"]["compute"]
+    model = toy()
+    make_compact(model, load(config), None, model.parameters(), {})
+    assert not zero_shards.indexes_of(model)
+    assert mst_scale.__version__

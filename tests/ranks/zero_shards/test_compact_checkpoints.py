@@ -1,0 +1,223 @@
+"""Checkpoints of compact storage: resumed bit for bit, read as matrices, and converted to other layouts and to dense
+storage and back."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+import mst_scale
+from mst_scale import zero_shards
+from mst_scale.checkpoints.mask_report import inspect
+from mst_scale.checkpoints.reshape import reshape
+from mst_scale.zero_shards.universal import STATES
+from mst_scale.zero_shards.weight_files import states_of, weights_of
+from tests.support import pool
+from tests.support.compact_pairs import constant_config, differences, looked_at, started
+from tests.support.toy_engine import train
+from tests.support.toys import toy_batch
+
+FIRST, MORE = 5, 5  # a topology step lies on either side
+
+
+def saved(rank, world, stage, kind, folder):
+    engine = started(constant_config(stage, world, kind, policy="rigl"))
+    train(engine, rank, world, FIRST)
+    engine.save_checkpoint(folder, tag="half")
+    return {**looked_at(engine, world), **continued(engine, rank, world)}
+
+
+def continued(engine, rank, world):
+    losses = train(engine, rank, world, MORE, first=FIRST)
+    return {**{f"later {key}": value for key, value in looked_at(engine, world).items()}, "losses": losses}
+
+
+def resumed(rank, world, stage, kind, folder):
+    engine = started(constant_config(stage, world, kind, policy="rigl"))
+    train(engine, rank, world, 4)  # over other masks
+    engine.load_checkpoint(folder, tag="half")
+    return {**looked_at(engine, world), **continued(engine, rank, world)}
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_a_run_resumes_bit_for_bit(stage, tmp_path):
+    once = pool.run(saved, 2, stage, "auto", str(tmp_path))[0]
+    again = pool.run(resumed, 2, stage, "auto", str(tmp_path))[0]
+    assert differences([again], [once]) == []
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_readers_see_matrices(stage, tmp_path):
+    found = pool.run(saved, 2, stage, "auto", str(tmp_path))[0]
+    checkpoint = tmp_path / "half"
+    for key, weights in states_of(checkpoint, STATES).items():
+        for name in ("up.weight", "down.weight", "out.weight"):
+            whole = found[f"{name} {'weight' if key == 'fp32' else key}"]
+            assert torch.equal(weights.read(name).view(-1), whole), (name, key)
+            assert torch.equal(weights.span(name, 5, 47), whole[5:47])
+    assert weights_of(checkpoint).shapes["up.weight"] == (37, 13)
+    layers = {layer.name: layer for layer in inspect(checkpoint).layers}
+    assert layers["up.weight"].sha256 == found["up.weight mask"]
+
+
+CONVERSIONS = [((2, 2, "auto"), (2, 2, "off")), ((2, 2, "off"), (2, 2, "auto")), ((2, 3, "auto"), (1, 0, "auto"))]
+CONVERSIONS += [((1, 0, "off"), (2, 3, "auto")), ((2, 1, "auto"), (1, 2, "off"))]
+
+
+@pytest.mark.parametrize(("there", "here"), CONVERSIONS)
+def test_reshape_converts_between_layouts_and_storages(there, here, tmp_path):
+    """Each is (ranks, ZeRO stage, storage)."""
+    before = pool.run(saved, *there, str(tmp_path))[0]
+    reshape(tmp_path / "half")
+    after = pool.run(resumed, *here, str(tmp_path))[0]
+    at_load = {key: value for key, value in after.items() if not key.startswith("later") and key != "losses"}
+    assert differences([at_load], [{key: before[key] for key in at_load}]) == []
+    if there[0] == here[0]:
+        assert differences([after], [before]) == []
+
+
+def loads_the_other_kind(rank, world, kind, folder):
+    engine = started(constant_config(2, world, kind, policy="rigl"))
+    with pytest.raises(ValueError, match=r"stores .*Run `mst reshape"):
+        engine.load_checkpoint(folder, tag="half")
+    return True
+
+
+@pytest.mark.parametrize(("kind", "other"), [("auto", "off"), ("off", "auto")])
+def test_a_checkpoint_of_the_other_storage_is_rejected_with_what_to_do(kind, other, tmp_path):
+    pool.run(saved, 1, 2, kind, str(tmp_path))
+    assert pool.run(loads_the_other_kind, 1, other, str(tmp_path)) == [True]
+
+
+def loads_another_count(rank, world, folder):
+    engine = started(constant_config(2, world, "auto", sparsity=0.7))
+    before = looked_at(engine, world)
+    with pytest.raises(ValueError, match="active weights there and"):
+        engine.load_checkpoint(folder, tag="half")
+    assert differences([looked_at(engine, world)], [before]) == []
+    return True
+
+
+def test_a_mask_with_another_number_of_weights_is_rejected(tmp_path):
+    pool.run(saved, 1, 2, "auto", str(tmp_path))
+    assert pool.run(loads_another_count, 1, str(tmp_path)) == [True]
+
+
+def warm(rank, world, kind, folder, weights_only):
+    engine = started(constant_config(2, world, kind, policy="rigl"))
+    mst_scale.warm_start(engine, Path(folder) / "half", weights_only=weights_only)
+    found = looked_at(engine, world)
+    return {**{key: value for key, value in found.items() if "exp_avg" not in key}, "step": engine.global_steps}
+
+
+@pytest.mark.parametrize("weights_only", [False, True])
+@pytest.mark.parametrize(("kind", "stage"), [("auto", 2), ("off", 3)])
+def test_a_warm_start_takes_the_weights_of_either_storage(kind, stage, weights_only, tmp_path):
+    pool.run(saved, 2, stage, kind, str(tmp_path))
+    compact, dense = (pool.run(warm, 2, to, str(tmp_path), weights_only)[0] for to in ("auto", "off"))
+    assert differences([compact], [dense]) == []
+
+
+# --- state dicts, copies, second derivatives ---
+
+
+def state_dicts(rank, world, stage):
+    found = {}
+    for kind in ("auto", "off"):
+        engine = started(constant_config(stage, world, kind, policy="rigl"))
+        train(engine, rank, world, 4)
+        generator = torch.Generator().manual_seed(7)
+        new = {name: torch.randn(value.shape, generator=generator) for name, value in matrices(engine).items()}
+        mst_scale.load_weights(engine, new)
+        found[kind] = [looked_at(engine, world)]
+        if stage < 3:
+            found[kind].append({name: value.clone() for name, value in engine.module.state_dict().items()})
+        train(engine, rank, world, 3, first=4)
+        found[kind].append(looked_at(engine, world))
+    return differences(found["auto"], found["off"])
+
+
+def matrices(engine):
+    names = dict(zero_shards.named_parameters(engine.module))
+    return {name: torch.empty(zero_shards.shape_of(p)) for name, p in names.items()}
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_load_weights_and_state_dict_have_matrices(stage):
+    assert pool.run(state_dicts, 2, stage) == [[], []]
+
+
+def consolidated(rank, world, folder):
+    extra = {"zero_optimization": {"stage3_gather_16bit_weights_on_model_save": True}}
+    engine = started(constant_config(3, world, "auto", policy="rigl", **extra))
+    train(engine, rank, world, 4)
+    engine.save_16bit_model(folder, "weights.pt")
+    return looked_at(engine, world)
+
+
+def test_consolidated_weights_of_stage_3_are_matrices(tmp_path):
+    found = pool.run(consolidated, 2, str(tmp_path))[0]
+    weights = torch.load(tmp_path / "weights.pt")
+    for name in ("up.weight", "down.weight", "out.weight"):
+        assert weights[name].dim() == 2 and torch.equal(weights[name].view(-1), found[f"{name} weight"])
+
+
+def load_state_dict(rank, world):
+    found = {}
+    for kind in ("auto", "off"):
+        engine = started(constant_config(0, world, kind, policy="rigl"))
+        train(engine, rank, world, 4)
+        state = {name: torch.full_like(value, 0.5) for name, value in engine.module.state_dict().items()}
+        engine.module.load_state_dict(state)
+        train(engine, rank, world, 3, first=4)
+        found[kind] = [looked_at(engine, world)]
+    return differences(found["auto"], found["off"])
+
+
+def test_load_state_dict_takes_a_matrix():
+    """Without a master copy, as with dense storage, the active weights of what is loaded are taken."""
+    assert pool.run(load_state_dict, 1) == [[]]
+
+
+def undone(rank, world):
+    engine = started(constant_config(2, world, "auto", policy="rigl"))
+    engine.module.load_state_dict({n: torch.full_like(v, 0.5) for n, v in engine.module.state_dict().items()})
+    with pytest.raises(ValueError, match="load_weights"):
+        train(engine, rank, world, 1)
+    return True
+
+
+def test_load_state_dict_is_rejected_where_a_master_copy_would_undo_it():
+    assert pool.run(undone, 1) == [True]
+
+
+def not_followed(rank, world):
+    import copy
+
+    engine = started(constant_config(0, world, "auto", policy="rigl"))
+    with pytest.raises(ValueError, match=r"set mst\.compute\.compact to off"):
+        copy.deepcopy(engine.module)
+    x = torch.randn(3, 13, requires_grad=True)
+    with pytest.raises(ValueError, match=r"torch\.func"):
+        torch.func.grad(lambda x: engine.module.up(x).sum())(x)
+    return True
+
+
+def test_copies_and_transforms_are_rejected_in_one_line():
+    assert pool.run(not_followed, 1) == [True]
+
+
+def second_derivatives(rank, world):
+    """Of the squared gradient of the active weights, with compact and with dense storage."""
+    compact, dense = (started(constant_config(0, world, kind, policy="rigl")).module for kind in ("auto", "off"))
+    index = zero_shards.index_of(compact.up.weight)
+    (first,) = torch.autograd.grad(compact(*toy_batch(0, 0)), compact.up.weight, create_graph=True)
+    (mine,) = torch.autograd.grad(first.square().sum(), compact.up.weight)
+    (first,) = torch.autograd.grad(dense(*toy_batch(0, 0)), dense.up.weight, create_graph=True)
+    (theirs,) = torch.autograd.grad(index.collect(first).square().sum(), dense.up.weight)
+    return mine, index.collect(theirs)
+
+
+def test_second_derivatives_are_those_of_dense_storage():
+    ((mine, theirs),) = pool.run(second_derivatives, 1)
+    torch.testing.assert_close(mine, theirs)

@@ -1,0 +1,69 @@
+"""A run as a compact file, and back."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+
+from mst_scale.compact_files.export import export_compact
+from mst_scale.compact_files.layout import open_compact
+from mst_scale.compact_files.weights import open_weights
+from mst_scale.errors import UserError
+from mst_scale.hugging_face.export import export
+from tests.support.text_run import text_run
+
+
+def test_a_run_is_read_back_bit_for_bit_and_is_smaller(tmp_path: Path):
+    model = text_run(tmp_path / "run", 0.9)
+    done = export_compact(tmp_path / "run", tmp_path / "out")
+    file = open_compact(tmp_path / "out")
+    for name, parameter in model.named_parameters():
+        assert torch.equal(file.read(name), parameter), name
+    assert done.bytes == (tmp_path / "out" / "model.safetensors").stat().st_size < 0.4 * done.dense_bytes
+    assert done.dense_bytes == 4 * sum(p.numel() for p in model.parameters())
+    assert (tmp_path / "out" / "tokenizer.json").is_file()
+    assert json.loads(json.dumps(done.to_dict()))["share_of_dense"] == round(done.bytes / done.dense_bytes, 4)
+
+
+def test_what_is_known_of_the_training_comes_along(tmp_path: Path):
+    text_run(tmp_path / "run")
+    export_compact(tmp_path / "run", tmp_path / "out")
+    before, after = open_weights(tmp_path / "run"), open_weights(tmp_path / "out")
+    for field in ("step", "method", "pattern", "tokenizer"):
+        assert getattr(after, field) == getattr(before, field), field
+    assert after.config.padded_vocab == before.config.padded_vocab
+    export_compact(tmp_path / "out", tmp_path / "again")  # a compact file is a source too
+    metadata = []
+    for folder in ("out", "again"):
+        with safe_open(tmp_path / folder / "model.safetensors", "pt") as file:
+            metadata.append(file.metadata())
+    assert metadata[0] == metadata[1] and len(metadata[0]["sha256"]) == 64
+
+
+def test_values_can_be_rounded(tmp_path: Path):
+    model = text_run(tmp_path / "run")
+    export_compact(tmp_path / "run", tmp_path / "out", dtype="bfloat16")
+    name = "blocks.0.mlp.up.weight"
+    assert torch.equal(open_compact(tmp_path / "out").read(name), dict(model.named_parameters())[name].bfloat16())
+
+
+def test_a_folder_of_transformers_is_a_source(tmp_path: Path):
+    model = text_run(tmp_path / "run")
+    export(tmp_path / "run", tmp_path / "hugging")
+    export_compact(tmp_path / "hugging", tmp_path / "out")
+    file, name = open_compact(tmp_path / "out"), "blocks.1.attention.qkv.weight"
+    assert torch.equal(file.read(name), dict(model.named_parameters())[name])
+    assert file.about["tokenizer"] == "byte"
+
+
+def test_bad_arguments_are_errors_of_the_user(tmp_path: Path):
+    text_run(tmp_path / "run")
+    with pytest.raises(UserError, match="exists"):
+        export_compact(tmp_path / "run", tmp_path)
+    with pytest.raises(UserError, match="float8"):
+        export_compact(tmp_path / "run", tmp_path / "out", dtype="float8")
+    with pytest.raises(UserError):
+        export_compact(tmp_path / "nothing", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
