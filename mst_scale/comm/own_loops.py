@@ -9,20 +9,23 @@ default process group already exists, and `mst_scale.initialize` is the first pl
 
 from __future__ import annotations
 
+import itertools
+import json
 import os
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 from multiprocessing import util
 from typing import Any
 
 from mst_scale.comm import watchdog
-from mst_scale.comm.groups import bound_existing_groups, bound_later_groups, new_group, timeout_of
+from mst_scale.comm.groups import bound_existing_groups, bound_later_groups, timeout_of
 from mst_scale.comm.launch import adopt, timeout
 from mst_scale.comm.messages import logger
-from mst_scale.comm.ranks import Ranks
 from mst_scale.comm.watchdog import Watch
 
 ADVICE = "; start the program again from its newest checkpoint"
+_starts = itertools.count()  # alike on all ranks
 BEFORE_OTHERS = 1000  # priority at exit: notifies the ranks before anything that may wait for them is cleaned up
 
 
@@ -67,12 +70,54 @@ def watch(done: Callable[[], bool]) -> None:
     bound_existing_groups(timeout())  # the default group too, where DeepSpeed has just created it
     rank = dist.get_rank()
     local_rank = int(os.environ.get("LOCAL_RANK", rank))
-    control = new_group("control", backend="gloo")
     watching = Watch(ADVICE, done)
-    watching.start(Ranks(rank, local_rank, dist.get_world_size(), control, joined=False))
+    watching.start(RanksOfStore(rank, local_rank, dist.get_world_size(), f"mst_scale/watch/{next(_starts)}"))
     # also at the end of a process of multiprocessing, where atexit is not called
     util.Finalize(None, watching.close, exitpriority=BEFORE_OTHERS)
     _explain_errors(watching)
+
+
+@dataclass(frozen=True)
+class RanksOfStore:
+    """What a `Watch` asks of the ranks, through the store at which they have met.
+
+    A group of its own would need a backend for the CPU, which a program on GPUs may not have set up on every network.
+    """
+
+    rank: int
+    local_rank: int
+    world_size: int
+    name: str  # of these ranks' keys in the store
+
+    @property
+    def first(self) -> bool:
+        """Whether this is rank 0."""
+        return self.rank == 0
+
+    def on_first(self, run: Callable[[], Any]) -> Any:
+        """Call `run` on rank 0 alone; return its result, made of JSON values, on every rank."""
+        if self.first:
+            self._store.set(f"{self.name}/first", json.dumps(run()))
+        return json.loads(self._awaited("first"))
+
+    def any(self, flag: bool) -> bool:
+        """Return whether the flag is set on any rank. Call it once."""
+        raised = self._store.add(f"{self.name}/raised", int(flag))
+        if self._store.add(f"{self.name}/voted", 1) == self.world_size:  # the last one: all have raised their flags
+            raised = self._store.add(f"{self.name}/raised", 0)
+            self._store.set(f"{self.name}/all", str(raised))
+        return int(self._awaited("all")) > 0
+
+    def _awaited(self, key: str) -> bytes:
+        self._store.wait([f"{self.name}/{key}"], timeout())
+        value: bytes = self._store.get(f"{self.name}/{key}")
+        return value
+
+    @property
+    def _store(self) -> Any:
+        from torch.distributed.distributed_c10d import _get_default_store
+
+        return _get_default_store()
 
 
 def _explain_errors(watching: Watch) -> None:

@@ -38,12 +38,11 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Protocol
 
 from mst_scale.comm.exits import FailedElsewhere
 from mst_scale.comm.launch import timeout
 from mst_scale.comm.messages import logger
-from mst_scale.comm.ranks import Ranks
 
 MEET_SECONDS = 60.0
 NEWS_SECONDS = 3.0  # from the failure of a collective to the message about the lost rank
@@ -59,6 +58,21 @@ BEAT_SECONDS = 5.0  # … and at least one every 5 s
 KEEP_ALIVE = (("TCP_KEEPIDLE", 10), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 6))  # 10 + 6 · 5 = 40 s
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 ADVICE = "; the same command continues from the newest complete checkpoint"
+
+
+class Meeting(Protocol):
+    """What is asked of the ranks to connect them: `comm.Ranks` has it."""
+
+    @property
+    def rank(self) -> int: ...
+    @property
+    def local_rank(self) -> int: ...
+    @property
+    def world_size(self) -> int: ...
+    @property
+    def first(self) -> bool: ...
+    def on_first(self, run: Callable[[], Any]) -> Any: ...
+    def any(self, flag: bool) -> bool: ...
 
 
 class Peer:
@@ -99,7 +113,7 @@ class Watch:
     def __init__(self, advice: str = ADVICE, done: Callable[[], bool] = lambda: False) -> None:
         self.advice, self.done = advice, done
         self.world: Any = None  # the default process group; once it is destroyed, ranks are no longer watched
-        self.ranks: Ranks | None = None
+        self.ranks: Meeting | None = None
         self.pid = os.getpid()  # a forked child, such as a worker that loads data, has copies of the connections
         self.lost: str | None = None
         self.ending = False
@@ -110,7 +124,7 @@ class Watch:
         self.verdict_at: float | None = None  # on rank 0: when to name the ranks that a collective waits for
         self.signals: socket.socket | None = None  # receives the numbers of incoming signals
 
-    def start(self, ranks: Ranks) -> None:
+    def start(self, ranks: Meeting) -> None:
         """Connect to rank 0; if a rank cannot connect, no rank is monitored, and an error is logged."""
         import torch.distributed as dist
 

@@ -75,7 +75,7 @@ class Exported:
         bytes: Their size; zeros take as much space as other weights.
         tokenizer: The tokenizer whose files were written.
         dead_units: [dead, all] units by kind; all weights of a dead unit are zero.
-        losses: With pruning, the validation loss "before" and "after".
+        losses: With pruning, the validation loss "before" and "after", if the run's corpus is there.
         pruning: With pruning, its settings, and the names of matrices that were not pruned.
         narrow: With neurons left out, "n_inner", the number "before", those "kept" by each layer, and the weights that
             are "padding" to the widest layer.
@@ -413,7 +413,8 @@ class _Plan:
         self.source, self.request, experiment = source, request, source.experiment
         shapes = {name: tuple(p.shape) for name, p in source.targets().items()}
         self.amounts = request.amounts(shapes, experiment.mst.sparsity.distribution)
-        own = None if request.calibration and names_no_text(experiment) else corpus_of(experiment, source.run)
+        needs_own = request.needs_calibration and not request.calibration
+        own = corpus_of(experiment, source.run) if needs_own or not names_no_text(experiment) else None
         self.corpus = request.calibration or str(own)
         self.calibration: Sampler | None = None
         if request.needs_calibration:
@@ -423,16 +424,24 @@ class _Plan:
             if own is None or not Path(own).is_dir():
                 logger.warning("the run's own corpus %s is missing: the loss is measured on %s", own or "", self.corpus)
                 own = self.corpus
-        self.validation = open_sampler(str(own), "val", experiment.model, experiment.eval_seed)
+        self.validation: Sampler | None = None
+        if needs_own or (own is not None and Path(own).is_dir()):
+            self.validation = open_sampler(str(own), "val", experiment.model, experiment.eval_seed)
+        else:
+            missing = "the config names no corpus" if own is None else f"the run's corpus {own} is missing"
+            logger.warning("%s: the loss before and after pruning is not measured", missing)
 
     def carry_out(self) -> _Pruned:
         """Prune the model in memory, and measure its validation loss before and after."""
         request, experiment = self.request, self.source.experiment
         seen = [] if self.calibration is None else calibration_batches(self.calibration, request.sequences)
         model = self.source.model()
-        before = validation_loss(model, self.validation, experiment)
+        losses = {}
+        if self.validation is not None:
+            losses["before"] = validation_loss(model, self.validation, experiment)
         left = prune_model(model, request.method, self.amounts, seen)
-        losses = {"before": before, "after": validation_loss(model, self.validation, experiment)}
+        if self.validation is not None:
+            losses["after"] = validation_loss(model, self.validation, experiment)
         pruned = {name for name in self.amounts if name not in left}
         matrices = {name: p.detach() for name, p in model.named_parameters() if name in pruned}
         description = request.describe(self.corpus, left, experiment.mst.sparsity.distribution)

@@ -45,6 +45,7 @@ def merge_adapters(model: Any, masks: Mapping[str, torch.Tensor] | str | Path | 
     merged: nn.Module = model.merge_and_unload()
     parameters = dict(merged.named_parameters())
     filled = zeros = 0
+    lost = whole = 0.0  # squares of the merged matrices' entries: on inactive weights, and in all
     for name, mask in kept.items():
         if name not in parameters or parameters[name].shape != mask.shape:
             near = difflib.get_close_matches(name, parameters, n=1, cutoff=0.0)
@@ -55,12 +56,17 @@ def merge_adapters(model: Any, masks: Mapping[str, torch.Tensor] | str | Path | 
         weight = parameters[name]
         inactive = ~mask.to(weight.device)
         filled += int(weight[inactive].count_nonzero())
+        whole += float(weight.double().square().sum())
+        lost += float(weight[inactive].double().square().sum())
         zeros += int(inactive.sum())
         weight.masked_fill_(inactive, 0)
-    logger.info(
-        "merged: %s weights of %d matrices stay 0; the adapters had filled %s of them",
-        f"{zeros:,}", len(kept), f"{filled:,}",
-    )  # fmt: skip
+    logger.info("merged: %s weights of %d matrices stay 0", f"{zeros:,}", len(kept))
+    if filled:
+        logger.warning(
+            "the adapters had filled %s of these zeros with %.2g of the matrices' norm; that part of the adapters is "
+            "lost: evaluate the merged model again",
+            f"{filled:,}", (lost / whole) ** 0.5,
+        )  # fmt: skip
     return merged
 
 

@@ -3,6 +3,7 @@ import sys
 
 import pytest
 
+import mst_scale
 from mst_scale import _deprecated
 
 
@@ -46,3 +47,10 @@ def test_an_argument_and_an_attribute_keep_their_old_names():
         assert start(anew=True)
     with pytest.warns(DeprecationWarning, match="Run.revived"):
         assert Run().woken == 3
+
+
+@pytest.mark.parametrize("name", mst_scale.__all__)
+def test_public_names_are_not_looked_up_under_old_paths(name):
+    old = {path.removeprefix("mst_scale.") for path in _deprecated.MOVED}
+    assert mst_scale._WHERE[name].split(".")[0] not in old
+    assert hasattr(mst_scale, name)

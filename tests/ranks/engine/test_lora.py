@@ -266,7 +266,7 @@ def adapted(config=LORA):
 
 
 @pytest.mark.parametrize("given", [None, "mapping", "file"])
-def test_merged_weights_keep_the_zeros_of_the_base(given, tmp_path):
+def test_merged_weights_keep_the_zeros_of_the_base(given, tmp_path, caplog):
     plain, model = pruned(), adapted()
     dense = copy.deepcopy(model).merge_and_unload()
     masks = {name: kept(p) for name, p in plain.named_parameters() if is_pruned(name, p)}
@@ -282,6 +282,12 @@ def test_merged_weights_keep_the_zeros_of_the_base(given, tmp_path):
             assert torch.equal(weight, whole * kept(weight)) and (whole == 0).sum() == 0
         elif name != "model.embed_tokens.weight":  # the padding's row is 0
             assert torch.equal(weight, whole)
+    matrices = [*masks, "model.embed_tokens.weight"] if given is None else masks  # one row of the embedding is 0
+    pairs = [(dense.get_parameter(name), merged.get_parameter(name)) for name in matrices]
+    lost = sum(float((a - b).double().square().sum()) for a, b in pairs)
+    lost /= sum(float(a.double().square().sum()) for a, _ in pairs)
+    said = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert len(said) == 1 and f"{lost**0.5:.2g} of the matrices' norm" in said[0] and "lost" in said[0]
 
 
 def test_what_cannot_be_merged_is_named():

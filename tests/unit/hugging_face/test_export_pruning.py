@@ -224,5 +224,22 @@ def test_a_config_that_names_no_text_is_rejected_by_that(run, tmp_path):
     del raw["data"]
     (tmp_path / "bare.json").write_text(json.dumps(raw))
     with pytest.raises(UserError, match=r"data\.dir"):
-        export(run / "checkpoints" / SAVED, tmp_path / "hf", config=tmp_path / "bare.json", prune=0.5)
+        export(run / "checkpoints" / SAVED, tmp_path / "hf", config=tmp_path / "bare.json", prune=0.5, method="wanda")
     export(run / "checkpoints" / SAVED, tmp_path / "hf", config=tmp_path / "bare.json")  # which needs none
+
+
+@pytest.mark.parametrize("named", [True, False])
+def test_magnitude_needs_no_corpus(run, tmp_path, capsys, caplog, named):
+    """The weights are those pruned where the corpus is there; the loss is not measured, and one line says so."""
+    whole = tmp_path / "whole"
+    export(run / "checkpoints" / SAVED, whole, prune=0.5)
+    raw = json.loads((run / "config.json").read_text())
+    raw["data"] = {"dir": str(tmp_path / "moved")} if named else {}
+    (tmp_path / "bare.json").write_text(json.dumps(raw))
+    words = [str(run / "checkpoints" / SAVED), str(tmp_path / "hf"), "--config", str(tmp_path / "bare.json")]
+    assert main(["export", *words, "--prune", "0.5"]) == 0
+    assert sum("is not measured" in record.getMessage() for record in caplog.records) == 1
+    assert "validation loss" not in capsys.readouterr().out
+    one, other = (load_file(folder / "model.safetensors") for folder in (whole, tmp_path / "hf"))
+    assert one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+    assert "before pruning" not in (tmp_path / "hf" / "README.md").read_text()
