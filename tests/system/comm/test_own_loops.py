@@ -182,6 +182,7 @@ def timeouts(joined, of_world, stage, path):
             pass
     engine_of(stage)
     dist.new_group(group_desc="later")
+    dist.barrier()  # rank 0 serves the store
     if os.environ["RANK"] == "0":
         found = {}
         for group in distributed_c10d._world.pg_map:
