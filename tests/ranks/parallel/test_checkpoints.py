@@ -155,7 +155,7 @@ def test_a_run_resumes_in_another_layout(first: Layout, then: Layout, tmp_path):
     shutil.rmtree(tmp_path / "out" / "checkpoints" / "step00000012")
     attempts = run(logged_attempt, then.world, arguments(tmp_path, **config_of(then)))
     assert [code for code, _ in attempts] == [0] * then.world, attempts
-    assert "making a copy" in attempts[0][1] and "from step 8, reshaped" in attempts[0][1]
+    assert "creating a copy" in attempts[0][1] and "from step 8, reshaped" in attempts[0][1]
     before, after = tiny_run.rows(tmp_path / "whole"), tiny_run.rows(tmp_path / "out")
     assert [row["step"] for row in after] == [row["step"] for row in before]
     for row, other in zip(after, before, strict=True):
