@@ -50,7 +50,7 @@ def block_masks(controller) -> list:
     """Of one process: each mask as its blocks; asserts that it consists of whole ones."""
     shapes = [s.shape for s in controller.store.slices]
     return [
-        block_oracle.alive_blocks(mask.flags().view(shape).numpy(), 4).reshape(grid)
+        block_oracle.active_blocks(mask.flags().view(shape).numpy(), 4).reshape(grid)
         for mask, shape, grid in zip(controller.masks, shapes, controller.topology.shapes.values(), strict=True)
     ]
 

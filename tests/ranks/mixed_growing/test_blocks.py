@@ -306,7 +306,7 @@ def test_initial_masks(how: str, least: int):
     for i, (shape, target) in enumerate(zip(START_SHAPES, (10, 4), strict=True)):
         whole = scores(np.random.default_rng([3, i]), shape[0] * shape[1], "ties").reshape(shape)
         grid = block_oracle.grid(whole, 4)
-        kept = block_oracle.alive_blocks(alone[i].reshape(shape), 4)
+        kept = block_oracle.active_blocks(alone[i].reshape(shape), 4)
         everything = np.ones(kept.size, bool)
         if how == "magnitude":
             first_to_go = block_oracle.norms(whole, 4)
