@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -133,7 +133,7 @@ def generate(
     )
 
 
-def next_tokens(decoder: Decoder, ids: list[int], sampling: Sampling, vocabulary: int, count: int) -> Any:
+def next_tokens(decoder: Decoder, ids: list[int], sampling: Sampling, vocabulary: int, count: int) -> Iterator[int]:
     """Yield `count` tokens that follow `ids`, each below `vocabulary`."""
     cache = decoder.new_cache(1, len(ids) + count - 1)
     generator = sampling.generator()
