@@ -179,7 +179,7 @@ class Engine:
     global_steps = 40
 
     def __init__(self, rank: int):
-        self.global_rank = rank
+        self.global_rank, self.module = rank, torch.nn.Module()
 
     def save_checkpoint(self, save_dir, tag=None, client_state=None):
         dist.barrier()
