@@ -8,6 +8,7 @@ schedules     the schedule in mask files, as JSON
 open_masks    masks as a file that other tools read and write
 multiplied    the weights that layers multiply with, where a method makes them a function of what is stored
 mask_report   what a checkpoint's masks are like (mst inspect)
+dense_form    a checkpoint of compact storage as whole matrices
 reshape       a copy for any number of ranks and any ZeRO stage (mst reshape)
 warm_start    weights, masks and step without optimizer states
 """

@@ -14,6 +14,7 @@ import json
 import os
 import shutil
 import time
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -48,11 +49,13 @@ def save(
     state: dict[str, Any],
     optimizer: str | None = None,
     sizes: ParallelDims = WHOLE,
+    complete: Callable[[Path], dict[str, Any]] | None = None,
 ) -> float:
     """One checkpoint on all ranks, whole or not at all; the seconds it took.
 
     A full disk is an OSError that leaves the older ones alone. `batch` is the global batch, to be kept on other ranks,
     and `micro` the sequences of it that a rank computes at a time. `optimizer` names the code that updates weights.
+    `complete` may change what the ranks have written, on one of them; what it returns is added to the manifest.
     """
     start = time.monotonic()
     tag = tag_of(step)
@@ -60,12 +63,13 @@ def save(
     ranks.on_first(lambda: _fresh(draft))
     try:
         ranks.agree(lambda: _write(engine, folder, draft.name, {**state, "step": step}))
+        more = {} if complete is None else ranks.on_first(lambda: complete(draft), long=True)
         # one list for all: a network file system may show each machine another one for a while
         names = ranks.on_first(lambda: _files(draft))
         digests = ranks.agree(lambda: _digests(draft, _share(names, ranks)))
         ranks.on_first(lambda: None)  # every rank has read its share back
         saved = layout(ranks.world_size, int(engine.zero_optimization_stage()), sizes)
-        about = {"tag": tag, "step": step, "batch": batch, "micro": micro, "optimizer": optimizer, **saved}
+        about = {"tag": tag, "step": step, "batch": batch, "micro": micro, "optimizer": optimizer, **saved, **more}
         _seal(draft, final, digests, ranks, about)
     except (OSError, FailedElsewhere):
         if ranks.first:

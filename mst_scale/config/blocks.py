@@ -279,6 +279,12 @@ class TrainingConfig:
         le=MILLION,
         description="Checkpoints to keep; an older one is deleted after a newer one was verified.",
     )
+    checkpoint_form: Literal["dense", "compact"] = Field(
+        default="dense",
+        description="What `mst.compute.compact` saves: `dense` is whole matrices in DeepSpeed's universal layout, from "
+        "which any layout continues, with compact storage or without; `compact` is the active weights alone.",
+        json_schema_extra=NO_EFFECT,
+    )
     histogram_every: StrictInt = Field(
         default=500,
         ge=0,

@@ -18,7 +18,7 @@ import torch
 from deepspeed.pipe import PipelineModule
 from torch import nn
 
-from mst_scale.comm import logger
+from mst_scale.comm import Mesh, logger
 from mst_scale.comm.exchange import Exchange
 from mst_scale.config import Experiment
 from mst_scale.config.parallel import sizes_of
@@ -31,9 +31,13 @@ from mst_scale.mixed_growing.distribution import active_counts
 from mst_scale.mixed_growing.evolve import Layer
 from mst_scale.mixed_growing.masks import LayerMask
 from mst_scale.shard import Shard
-from mst_scale.zero_shards import CompactIndex, mark, shape_of
+from mst_scale.zero_shards import CompactIndex, indexes_of, mark, shape_of
 
 ADAM = ("adam", "adamw")
+FUSED = (
+    nn.TransformerEncoderLayer,
+    nn.MultiheadAttention,
+)  # in evaluation they pass weights of their layers to kernels
 
 
 def make_compact(
@@ -61,21 +65,12 @@ def make_compact(
         logger.info("mst.compute.compact: inactive weights are kept as zeros, because %s", reason)
         return parameters
     made = _convert(model, experiment, targets)
+    indexes = indexes_of(model)
     logger.info(
-        "mst.compute.compact: %d layers store their active weights alone, %s of %s",
-        len(made),
-        f"{sum(p.numel() for p in made.values()):,}",
-        f"{sum(index_size(p) for p in made.values()):,}",
-    )
+        "mst.compute.compact: %d matrices store their active weights alone, %s of %s",
+        len(indexes), f"{sum(index.count for index in indexes):,}", f"{sum(index.numel for index in indexes):,}",
+    )  # fmt: skip
     return _replaced(parameters, made)
-
-
-def index_size(parameter: nn.Parameter) -> int:
-    """Return the number of weights of the matrix that a compact parameter stands for."""
-    numel = 1
-    for side in shape_of(parameter):
-        numel *= side
-    return numel
 
 
 def _why_dense(experiment: Experiment, optimizer: Any, model: nn.Module, others: dict[str, Any]) -> str | None:
@@ -97,10 +92,15 @@ def _why_dense(experiment: Experiment, optimizer: Any, model: nn.Module, others:
         "the optimizer is an object that has the dense weights": isinstance(optimizer, torch.optim.Optimizer),
         "the optimizer is not the config's Adam or AdamW": optimizer is not None or kind not in ADAM,
         "the model is a pipeline": isinstance(model, PipelineModule),
-        "layers or sequences are cut over ranks": others.get("mpu") is not None or max(vars(sizes).values()) > 1,
+        "layers are cut over ranks": max(sizes.tensor, sizes.pipeline) > 1,
+        "the mpu is not a Mesh that cuts sequences alone": not _cuts_sequences_alone(others.get("mpu")),
         "it is not tested with offload_param": offload.get("device", "none") not in ("none", None),
     }
     return next((reason for reason, applies in cases.items() if applies), None)
+
+
+def _cuts_sequences_alone(mpu: Any) -> bool:
+    return mpu is None or (isinstance(mpu, Mesh) and mpu.sizes.tensor == mpu.sizes.pipeline == 1)
 
 
 def _why_layer_stays(model: nn.Module, name: str, parameter: nn.Parameter) -> str | None:
@@ -116,6 +116,8 @@ def _why_layer_stays(model: nn.Module, name: str, parameter: nn.Parameter) -> st
             return f"the embedding {name} has max_norm or sparse gradients"
         if torch.nn.utils.parametrize.is_parametrized(module):
             return f"{name} is parametrized"
+    if any(isinstance(m, FUSED) and any(p is parameter for p in m.parameters()) for m in model.modules()):
+        return f"a layer of torch that fuses its products reads {name} by itself"
     tables = [module for module, _ in owners if isinstance(module, nn.Embedding)]
     if tables and len(tables) == len(owners) and not hasattr(model, "head_product"):
         return f"the head reads the embedding {name} by itself"

@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 from mst_scale import comm, zero_shards
 from mst_scale.checkpoints import store
+from mst_scale.checkpoints.dense_form import make_dense
 from mst_scale.comm import ParallelDims, Ranks, Verdict, logger
 from mst_scale.config import Experiment
 from mst_scale.config.check import peak_learning_rate
@@ -312,12 +313,15 @@ class Run:
             "layers": self.record.layers,
         }
         keep = self.training.keep_checkpoints
+        compact = bool(zero_shards.indexes_of(self.engine.module))
+        complete = make_dense if compact and self.training.checkpoint_form == "dense" else None
         try:
             self.save_seconds = store.save(
                 self.engine, self.checkpoints, self.ranks,
                 step=self.step, batch=self.batch, micro=self.micro, keep=keep, state=state,
                 optimizer=zero_shards.adam_of(self.engine),
                 sizes=ParallelDims() if self.mesh is None else self.mesh.sizes,
+                complete=complete,
             )  # fmt: skip
             self.failed_saves = 0
         except (OSError, comm.FailedElsewhere) as error:

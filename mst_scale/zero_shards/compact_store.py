@@ -33,6 +33,7 @@ class CompactStore:
         self.group = self.values.group
         self.collectives = NamedCollectives("mst_compact")
         self.replicas = groups_of(engine).replicas
+        self.parts = int(engine.sequence_parallel_size)
         self.index: list[CompactIndex | None] = [index_of(p) for p in self.parameters]
         self.slices: list[Shard] = []
         for name, index, own in zip(parameters, self.index, self.values.slices, strict=True):
@@ -149,18 +150,22 @@ class CompactStore:
         return stayed
 
     def reduced(self, i: int, gradient: Tensor) -> Tensor:
-        """Return this rank's slice, in float32, of the mean over ranks of a dense gradient (collective)."""
+        """Return this rank's slice, in float32, of a dense gradient: its mean over sequences (collective).
+
+        The parts of one sequence add up, as in the gradients that DeepSpeed reduces.
+        """
         part = self.slices[i]
         ranks = ds_comm.get_world_size(self.replicas)
+        sequences = ranks / self.parts
         if ranks == 1:
             return gradient[part.start : part.start + part.length].to(torch.float32, copy=True)
         if self.group is None:
-            whole = gradient / ranks
+            whole = gradient / sequences
             self.collectives.all_reduce(whole, group=self.replicas)
             return whole.to(torch.float32)
         each = -(-gradient.numel() // ranks)
         padded = gradient.new_zeros(each * ranks)
-        torch.div(gradient, ranks, out=padded[: gradient.numel()])
+        torch.div(gradient, sequences, out=padded[: gradient.numel()])
         mine = gradient.new_empty(each)
         self.collectives.reduce_scatter(mine, padded, group=self.group)
         return mine[: part.length].to(torch.float32)

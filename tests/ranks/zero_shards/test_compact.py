@@ -13,7 +13,7 @@ from mst_scale import zero_shards
 from mst_scale.config import load
 from mst_scale.engine.compaction import make_compact
 from mst_scale.models import GPT
-from tests.support import pool
+from tests.support import cut_sequences, pool
 from tests.support.compact_pairs import constant_config, course, differences, looked_at, started
 from tests.support.toy_engine import train
 from tests.support.toys import toy, toy_batch
@@ -163,7 +163,9 @@ def gpt_course(rank, world, stage, kind, recompute):
         loss = engine(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())
         engine.backward(loss)
         engine.step()
-        found.append({**looked_at(engine, world), "losses": [float(loss.detach())], "moved": engine.mst.changed_at})
+        now = {"losses": [float(loss.detach())], "moved": engine.mst.changed_at, "dead": dict(engine.mst.dead_units())}
+        found.append({**looked_at(engine, world), **now})
+    assert found[-1]["dead"]
     names = [index.name for index in zero_shards.indexes_of(engine.module)]
     assert ("wte.weight" in names) == (kind == "auto")
     return found
@@ -200,6 +202,30 @@ def hugging_face_course(rank, world, stage, kind):
 def test_a_model_of_transformers_is_compact_and_bit_equal(stage):
     pytest.importorskip("transformers")
     compact, dense = (pool.run(hugging_face_course, 2, stage, kind)[0] for kind in ("auto", "off"))
+    assert compact[-1]["moved"] == 6 and differences(compact, dense) == []
+
+
+def sequences_course(rank, world, stage, kind):
+    with cut_sequences.mesh_of(2) as mesh:
+        own = constant_config(stage, world, kind, policy="rigl")
+        config = {**own, **cut_sequences.config(stage, mesh, "fp32", 30), "mst": own["mst"]}
+        config["optimizer"] = own["optimizer"]
+        engine, *_ = mst_scale.initialize(model=cut_sequences.model(), mpu=mesh, config=config)
+        if kind == "off":
+            zero_shards.step.norm_in_float64(engine)
+        assert bool(zero_shards.indexes_of(engine.module)) == (kind == "auto")
+        found = []
+        for step in range(7):
+            loss = engine(*cut_sequences.mine(mesh, *cut_sequences.batch(step, 32)))
+            engine.backward(loss)
+            engine.step()
+            found.append({**looked_at(engine, world), "losses": [float(loss.detach())], "moved": engine.mst.changed_at})
+        return found
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_bit_equal_with_sequences_cut_over_ranks(stage):
+    compact, dense = (pool.run(sequences_course, 2, stage, kind)[0] for kind in ("auto", "off"))
     assert compact[-1]["moved"] == 6 and differences(compact, dense) == []
 
 
@@ -285,6 +311,14 @@ def test_a_layer_of_another_kind_stays_dense(caplog):
     with caplog.at_level(logging.INFO, "mst_scale"):
         make_compact(model, load(constant_config(1, 1, "auto")), None, model.parameters(), {})
     assert "down.weight belongs to a Own" in caplog.text and not zero_shards.indexes_of(model)
+
+
+def test_a_layer_whose_weight_a_fused_kernel_reads_stays_dense(caplog):
+    model = nn.TransformerEncoderLayer(8, 2, 16)
+    with caplog.at_level(logging.INFO, "mst_scale"):
+        make_compact(model, load(constant_config(1, 1, "auto")), None, model.parameters(), {})
+    assert "by itself" in caplog.text or "belongs to" in caplog.text
+    assert not zero_shards.indexes_of(model)
 
 
 def test_it_is_off_unless_asked_for():
