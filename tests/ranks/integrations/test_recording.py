@@ -251,9 +251,8 @@ def rejected(rank, world, folder):
 
 def test_wrong_use_is_one_line(tmp_path):
     (found,) = pool.run(rejected, 1, str(tmp_path))
-    assert (
-        "this one has no .mst" in found[0] and "every 1 or more steps" in found[1] and "none has been taken" in found[2]
-    )
+    for text, expected in zip(found, (".mst", "every", "no step has been taken"), strict=True):
+        assert expected in text
 
 
 def test_convolutions_are_left_out():
@@ -283,7 +282,7 @@ def noted_at_the_end(rank, world, folder):
     following.close()
     following.note(val_loss=2.5)
     engine.load_checkpoint(f"{folder}/saved")
-    with pytest.raises(ValueError, match="the step just taken, 8, but the engine is at step 5"):
+    with pytest.raises(ValueError, match="8, but the engine is at step 5"):
         following.note(val_loss=9.0)
     optimizer = json.loads((Path(folder) / "run.json").read_text())["starts"][0]["optimizer"]
     return rows(folder), optimizer["lr"]

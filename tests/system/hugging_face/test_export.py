@@ -363,7 +363,7 @@ def test_other_folders_are_rejected_and_no_files_are_left(tmp_path_factory, tmp_
     (alone / store.MANIFEST).unlink()
     with pytest.raises(Damaged, match="optim_states"):
         export(alone, tmp_path / "out", config=run / "config.json")
-    with pytest.raises(UserError, match=r"--prune 1\.0"):
+    with pytest.raises(UserError, match=r"--prune .* 1\.0"):
         export(run, tmp_path / "out", prune=1.0)
     with pytest.raises(UserError, match="'int8'"):
         export(run, tmp_path / "out", dtype="int8")

@@ -82,7 +82,7 @@ def test_names_are_unique():
 
 
 def test_a_slice_outside_its_parameter_is_rejected():
-    with pytest.raises(ValueError, match="lies outside its 20 weights"):
+    with pytest.raises(ValueError, match="exceeds its 20 weights"):
         LayerMask(Shard.of_range("a", (4, 5), 15, 6), CPU)
     assert (
         LayerMask(Shard.of_range("a", (4, 5), 24, 0), CPU).length == 0
@@ -155,7 +155,7 @@ def damaged(kind: str) -> list[dict[str, StoredMask]]:
     [
         ("rank missing", "lacks weight 40"),
         ("layer missing", "no mask of a"),
-        ("layer too many", "hold b, which is not"),
+        ("layer too many", "contain b, which is not"),
         ("foreign", "shape"),
         ("short", "truncated"),
         ("other step", "different steps"),

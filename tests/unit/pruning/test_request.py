@@ -19,15 +19,15 @@ SHAPES = {"a": (8, 16), "b": (16, 32)}
         ({"method": "obd", "share": 0.5}, "--method 'obd'.* magnitude, wanda, sparsegpt"),
         ({"method": "wanda"}, "--method wanda.*--prune S or --pattern N:M"),
         ({"method": "wanda", "share": 0.0}, r"--prune 0\.0 --method wanda"),
-        ({"share": 1.0}, r"--prune 1\.0"),
-        ({"share": float("nan")}, "--prune nan"),
+        ({"share": 1.0}, r"--prune .* 1\.0"),
+        ({"share": float("nan")}, "--prune .* nan"),
         ({"pattern": "2/4"}, "--pattern '2/4'.* N:M"),
         ({"pattern": "4:4"}, "--pattern 4:4"),
         ({"pattern": "0:4"}, "--pattern 0:4"),
         ({"pattern": "1:4", "share": 0.5}, r"--pattern 1:4 .*0\.75.*--prune 0\.5"),
         ({"share": 0.5, "calibration": "corpora/x"}, "--calibration .*--method wanda or sparsegpt"),
         ({"method": "magnitude", "pattern": "2:4", "sequences": 9}, "--calibration-sequences .*wanda or sparsegpt"),
-        ({"method": "wanda", "share": 0.5, "sequences": 0}, "--calibration-sequences 0"),
+        ({"method": "wanda", "share": 0.5, "sequences": 0}, "--calibration-sequences .* 0"),
     ],
 )
 def test_wrong_input_is_one_line(asked: dict[str, Any], named: str):
