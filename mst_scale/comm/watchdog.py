@@ -60,7 +60,7 @@ STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 ADVICE = "; the same command continues from the newest complete checkpoint"
 
 
-class Meeting(Protocol):
+class _Meeting(Protocol):
     """What is asked of the ranks to connect them: `comm.Ranks` has it."""
 
     @property
@@ -113,7 +113,7 @@ class Watch:
     def __init__(self, advice: str = ADVICE, done: Callable[[], bool] = lambda: False) -> None:
         self.advice, self.done = advice, done
         self.world: Any = None  # the default process group; once it is destroyed, ranks are no longer watched
-        self.ranks: Meeting | None = None
+        self.ranks: _Meeting | None = None
         self.pid = os.getpid()  # a forked child, such as a worker that loads data, has copies of the connections
         self.lost: str | None = None
         self.ending = False
@@ -124,7 +124,7 @@ class Watch:
         self.verdict_at: float | None = None  # on rank 0: when to name the ranks that a collective waits for
         self.signals: socket.socket | None = None  # receives the numbers of incoming signals
 
-    def start(self, ranks: Meeting) -> None:
+    def start(self, ranks: _Meeting) -> None:
         """Connect to rank 0; if a rank cannot connect, no rank is monitored, and an error is logged."""
         import torch.distributed as dist
 

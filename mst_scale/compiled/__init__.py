@@ -1,6 +1,6 @@
 """Builds the compiled CPU kernels at first use and loads them.
 
-a folder of *.h and kernel.cpp, and simd.h beside this file  →  one shared library, compiled at first use for exactly
+a folder of *.h and kernel.cpp, and simd.h next to this file  →  one shared library, compiled at first use for exactly
 this CPU (AVX-512, AVX2 or whatever it supports)  →  ctypes.
 
 The sources need a C++17 compiler and OpenMP but no torch headers, so a build takes seconds and does not depend on the

@@ -9,7 +9,7 @@ The components:
 masking           keeps inactive weights at 0; initial_masks: the masks of a start, or those of a file
 topology          prunes, grows, and starts what has grown; criteria: what is compared
 compute           lets layers multiply with their masks, by the same kernels on all ranks
-compact_topology  masking, topology and compute of layers that store their active weights alone
+compact_topology  masking and topology of layers that store their active weights alone; compact_compute: kernels
 weight_checks     stops the run if an inactive weight was moved, or masks differ
 weight_functions  lets layers multiply with a function of what is stored
 attention         sets the attention pattern

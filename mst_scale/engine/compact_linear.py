@@ -4,7 +4,7 @@ The products are `sparse_linear.compact.compact_linear`: the matrix exists only 
 in the forward pass, freed, and expanded again in the backward pass, and all gradients have the bits of `F.linear`.
 While a topology step needs it (`CompactIndex.on_gradient`), the gradient of all weights is handed on and then freed.
 
-A tied head multiplies with its token embedding, so the lookup of tokens is here too:
+A tied head multiplies by its token embedding, so the lookup of tokens is here too:
 
     y = W[tokens],  W = expand(values, index);  dvalues = (rows of dy added up by token) at the index
 """

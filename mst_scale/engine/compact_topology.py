@@ -1,4 +1,4 @@
-"""Trains with compact parameters: masks, topology steps and the layers' index, with nothing inactive in memory.
+"""Prunes and grows compact parameters, with nothing inactive in memory.
 
 The masks of a topology step are those of dense storage, bit for bit: what it reads of a layer is expanded to this
 rank's slice of the matrix, one layer at a time, and given to the same `mixed_growing.evolve`. Then the layer's values
@@ -17,8 +17,6 @@ from torch import Tensor
 
 from mst_scale import zero_shards
 from mst_scale.checkpoints import mask_files
-from mst_scale.checkpoints.mask_state import MaskState
-from mst_scale.engine.component import Component
 from mst_scale.engine.masking import Masking
 from mst_scale.engine.topology import Topology, TopologyStep
 from mst_scale.errors import UserError
@@ -220,22 +218,3 @@ def positions_of(mask: Any, exchange: Any) -> Tensor:
     """Return the positions of a whole mask's active weights, in the order of the flattened matrix (collective)."""
     found: Tensor = mask.whole(exchange).view(-1).nonzero().view(-1)
     return found
-
-
-class CompactCompute(Component):
-    """Keeps the layers' index that of the masks, and asks for dense gradients when the next step reads them."""
-
-    def __init__(self, engine: Any, state: MaskState, topology: CompactTopology):
-        self.engine, self.state, self.topology = engine, state, topology
-        self._ask_for_dense_gradients()
-
-    def after_step(self, updated: bool) -> None:
-        self._ask_for_dense_gradients()
-
-    def masks_restored(self) -> None:
-        self.topology.index_from_masks()
-        self._ask_for_dense_gradients()
-
-    def _ask_for_dense_gradients(self) -> None:
-        step = int(self.engine.global_steps) + 1
-        self.topology.ask_for_dense_gradients(self.topology.is_due(step) and self.topology.reads_dense_gradients(step))

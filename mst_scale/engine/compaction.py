@@ -31,6 +31,7 @@ from mst_scale.mixed_growing.distribution import active_counts
 from mst_scale.mixed_growing.evolve import Layer
 from mst_scale.mixed_growing.masks import LayerMask
 from mst_scale.shard import Shard
+from mst_scale.sparse_linear.compact import compact_cross_entropy
 from mst_scale.zero_shards import CompactIndex, indexes_of, mark, shape_of
 
 ADAM = ("adam", "adamw")
@@ -81,11 +82,12 @@ def _why_dense(experiment: Experiment, optimizer: Any, model: nn.Module, others:
     kind = str(config.get("optimizer", {}).get("type", "")).lower()
     offload = config.get("zero_optimization", {}).get("offload_param", {})
     cases = {
-        f"method {mst.method} multiplies with a function of its weights": mst.function is not None,
+        f"method {mst.method} multiplies by a function of its weights": mst.function is not None,
         "mst.masks gives the masks": mst.masks is not None,
         f"the sparsity changes ({min(sparsities):g} to {max(sparsities):g})": len(sparsities) > 1,
         "mst.topology.granularity is not element": topology.granularity != "element",
         f"policy {topology.policy} reads momentum of inactive weights": "momentum" in topology.chosen.reads,
+        f"mst.compute.backend {mst.compute.backend} reads a matrix": mst.compute.backend == "block",
         "mst.topology.rezero asks for zeros": topology.rezero,
         "mst.sparsity.initial = magnitude reads the weights first": mst.sparsity.initial != "random",
         "it is not tested in fp16": precision_of(config) == "fp16",
@@ -155,7 +157,7 @@ def _convert(model: Any, experiment: Experiment, targets: dict[str, nn.Parameter
         if hasattr(model, "head_product") and model.get_output_embeddings().weight is compact:
             model.head_product = _Head(index)
             if hasattr(model, "head_loss"):
-                model.head_loss = None
+                model.head_loss = model.head_product.loss
     return made
 
 
@@ -192,6 +194,13 @@ class _Head:
 
     def __call__(self, x: torch.Tensor, values: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         return compact_linear(x, values, self.index, self.index.shape, bias)
+
+    def loss(
+        self, x: torch.Tensor, values: torch.Tensor, targets: torch.Tensor, count: torch.Tensor | None = None
+    ) -> torch.Tensor | None:
+        """Return the cross-entropy without keeping the logits, or None if they have to be computed."""
+        like: Any = self.index
+        return None if self.index.on_gradient is not None else compact_cross_entropy(x, values, targets, like, count)
 
 
 # --- state dicts have the whole matrix ---

@@ -52,7 +52,7 @@ class SparseCompute(Component):
             local: the ranks over which ZeRO partitions a parameter.
             targets: the parameters with masks.
             backend: `mst.compute.backend`.
-            functions: whether every layer multiplies with a function of what its parameter stores.
+            functions: whether every layer multiplies by a function of what its parameter stores.
             channels: whether whole channels are inactive.
         """
         self.engine, self.state, self.topology, self.local = engine, state, topology, local
@@ -84,15 +84,20 @@ class SparseCompute(Component):
         A layer's bits are brought together, one layer at a time, in an all-reduce of 1/8 byte per weight. Ranks that
         differ in threads or compiler may choose differently: what is dense on one is dense on all of them.
         """
+        layers = self.layers
+        for mask, backend in zip(self.state.masks, self._choose(), strict=True):
+            layers.set_mask(mask.name, None if backend == "dense" else mask.whole(self.local), backend)
+        layers.chain()
+        self._ask_for_dense_gradients()
+
+    def _choose(self) -> list[str]:
+        """Return the backend of each mask's layer, the same on every rank."""
         masks, layers = self.state.masks, self.layers
         chosen = [layers.choose(mask.name, 1 - mask.active / mask.numel) for mask in masks]
         if layers.products:
             dense = self.state.exchange.max(torch.tensor([backend == "dense" for backend in chosen], dtype=torch.int64))
             chosen = ["dense" if one else own for one, own in zip(dense.tolist(), chosen, strict=True)]
-        for mask, backend in zip(masks, chosen, strict=True):
-            layers.set_mask(mask.name, None if backend == "dense" else mask.whole(self.local), backend)
-        layers.chain()
-        self._ask_for_dense_gradients()
+        return chosen
 
     def _ask_for_dense_gradients(self) -> None:
         """Of every micro-batch of a topology step that reads them; snfs averages those of all steps."""

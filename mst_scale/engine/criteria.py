@@ -21,7 +21,7 @@ class Criteria(Protocol):
 
 
 class AsStored:
-    """Parameters store their weights, as they do unless `mst.method` multiplies with a function of them."""
+    """Parameters store their weights, as they do unless `mst.method` multiplies by a function of them."""
 
     def to_weight_gradient_(self, name: str, stored: Tensor, gradient: Tensor) -> None:
         """Do nothing: the gradient is that of the weights."""

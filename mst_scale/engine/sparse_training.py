@@ -48,7 +48,8 @@ from mst_scale.dead_units.live import Channels, LiveUnits
 from mst_scale.dead_units.units import Units
 from mst_scale.engine.attention import AttentionPattern
 from mst_scale.engine.changed_weights import ChangedWeights
-from mst_scale.engine.compact_topology import CompactCompute, CompactMasking, CompactTopology
+from mst_scale.engine.compact_compute import CompactCompute
+from mst_scale.engine.compact_topology import CompactMasking, CompactTopology
 from mst_scale.engine.component import Component
 from mst_scale.engine.compute import SparseCompute
 from mst_scale.engine.config_record import ConfigRecord
@@ -153,7 +154,8 @@ class SparseTraining:
         same_layers = Exchange(groups.same_layers, engine.device, of_checks)
         self.drift = DriftChecks(engine, self.state, same_layers, topology.check_every)
         if isinstance(self.topology, CompactTopology):  # nothing inactive is in memory, so nothing can be moved
-            return [self.masking, self.topology, CompactCompute(engine, self.state, self.topology), self.drift]
+            layers = CompactCompute(engine, self.state, self.topology, mst.compute.backend)
+            return [self.masking, self.topology, layers, self.drift]
         self.compute = SparseCompute(
             engine, self.state, self.store, self.topology, local=local, targets=targets,
             backend=mst.compute.backend, functions=self.functions is not None, channels=isinstance(elements, Channels),

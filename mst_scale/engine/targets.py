@@ -13,7 +13,7 @@ from mst_scale.errors import UserError
 from mst_scale.zero_shards import TABLES, named_parameters, shape_of
 
 BIAS = re.compile(r"(^|[._])bias(_table)?$")
-BARE = re.compile(r"embed|pos_emb|norm", re.IGNORECASE)  # in a parameter's path: of one that no layer multiplies with
+BARE = re.compile(r"embed|pos_emb|norm", re.IGNORECASE)  # in a parameter's path: of one that no layer multiplies by
 
 
 def choose_targets(model: nn.Module, targets: TargetsConfig, frozen: bool = False) -> dict[str, nn.Parameter]:

@@ -1,4 +1,4 @@
-"""Multiplies with a sparse matrix of which only the active weights exist: the layer of the compact store.
+"""Multiplies by a sparse matrix of which only the active weights exist: the layer of the compact store.
 
     y  = x Sᵀ + b                     S (outputs, inputs) has values[i] where the i-th active weight stands, else zeros
     dx = dy S
@@ -11,7 +11,7 @@ their gradient is K numbers as well. A `CompactIndex` says where they stand. It 
     dense   expands the values to a matrix in the forward pass and again in the backward pass, so that only one layer's
             matrix exists at a time. It gives the bits of `F.linear` and its gradients, and it is the definition that
             the other backend is tested against. Torch's dense products use AMX or AVX512-BF16 where the CPU has them
-    cpu     multiplies with the values alone (`cpu.build_products`), with the bits of `cpu.CompiledIndex`. No dense
+    cpu     multiplies by the values alone (`cpu.build_products`), with the bits of `cpu.CompiledIndex`. No dense
             matrix exists in the forward or the backward pass, except for the gradient that `dense_gradient` asks for
 """
 
@@ -33,7 +33,7 @@ from mst_scale.transforms import check_not_transformed, leave_graph
 
 
 def products_of(positions: Tensor, shape: tuple[int, int], across: bool = False) -> cpu.Products:
-    """Return what the backend "cpu" multiplies with, for another index's attribute `products`.
+    """Return what the backend "cpu" multiplies by, for another index's attribute `products`.
 
     Args:
         positions: where the values stand in the flattened matrix, ascending.

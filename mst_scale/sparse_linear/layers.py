@@ -84,7 +84,7 @@ class Product:
         return loss
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Product:
-        """Copy as dense, which is correct for any weights, because nobody updates the masks of a copied model."""
+        """Copy as dense, which is correct for any weights, because the masks of a copied model are not updated."""
         copy = Product(self.name, self.stored, self.across)
         copy.function = self.function
         return copy

@@ -15,17 +15,19 @@ import torch
 from torch import Tensor, nn
 
 from mst_scale.errors import UserError
+from mst_scale.sparse_linear.compact import products_of
 
 _ATTRIBUTE = "mst_compact_index"
 _WIDEST = 2**31
 
 
 class CompactIndex:
-    """The index of one compact parameter; also what `sparse_linear.compact` multiplies with, in the same interface."""
+    """The index of one compact parameter; also what `sparse_linear.compact` multiplies by, in the same interface."""
 
     across = False
     """Whether the matrix is stored as (inputs, outputs), as transformers' Conv1D does."""
     backend = "dense"
+    """How layers multiply with it: "dense" expands the matrix, "cpu" takes the values alone."""
 
     def __init__(self, name: str, shape: tuple[int, ...], positions: Tensor):
         self.name, self.shape, self.numel = name, shape, math.prod(shape)
@@ -35,6 +37,20 @@ class CompactIndex:
         """Called with the gradient of the whole matrix in each backward pass, while a topology step needs it."""
         self.stores_values = False
         """Whether `state_dict` and `load_state_dict` of the model see the values and not the whole matrix."""
+        self._products: Any = None
+
+    @property
+    def products(self) -> Any:
+        """What the backend "cpu" multiplies by, built when it is first needed after the positions have changed."""
+        if self._products is None:
+            self._products = products_of(self.positions.cpu(), self.matrix_shape, self.across)
+        return self._products
+
+    @property
+    def matrix_shape(self) -> tuple[int, int]:
+        """(rows, columns) of a matrix."""
+        rows, columns = self.shape
+        return rows, columns
 
     @property
     def count(self) -> int:
@@ -43,18 +59,19 @@ class CompactIndex:
 
     @property
     def outputs(self) -> int:
-        """Outputs of the layer that multiplies with the matrix."""
+        """Outputs of the layer that multiplies by the matrix."""
         return self.shape[1] if self.across else self.shape[0]
 
     @property
     def inputs(self) -> int:
-        """Inputs of the layer that multiplies with the matrix."""
+        """Inputs of the layer that multiplies by the matrix."""
         return self.shape[0] if self.across else self.shape[1]
 
     def replace(self, positions: Tensor) -> None:
         """Take other positions, as many as before."""
         assert positions.numel() == self.count, f"{self.name}: {positions.numel()} positions for {self.count} values"
         self.positions = self._narrow(positions).to(self.positions.device)
+        self._products = None
 
     def on(self, device: torch.device) -> Tensor:
         """Return the positions on a device, where they stay: that of the forward pass."""
@@ -80,7 +97,7 @@ class CompactIndex:
         )
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "on_gradient": None}  # which belongs to an engine
+        return {**vars(self), "on_gradient": None, "_products": None}  # of an engine; built again
 
     def _narrow(self, positions: Tensor) -> Tensor:
         return positions.to(torch.int32 if self.numel < _WIDEST else torch.int64)

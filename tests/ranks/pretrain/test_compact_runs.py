@@ -85,7 +85,7 @@ def observed(rank, world, stage, kind, folder):
     targets = partial(choose_targets, engine.module, experiment.mst.targets)
     observer = Observer(engine, experiment, Path(folder), ranks, step=0, choose_targets=targets)
     train(engine, rank, world, 4)
-    seen = observer.look(4, "ultra")
+    seen = observer.snapshot(4, "ultra")
     return seen, observer._histograms({matrix.name: matrix.largest for matrix in seen.matrices})
 
 

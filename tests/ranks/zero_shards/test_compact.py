@@ -40,6 +40,11 @@ def test_bit_equal_to_dense_storage(world, stage, policy):
     assert differences(*both(world, stage, policy=policy)) == []
 
 
+@pytest.mark.parametrize(("world", "stage", "policy"), [(1, 0, "set"), (2, 2, "rigl"), (2, 3, "set"), (2, 1, "mst")])
+def test_bit_equal_with_kernels_that_take_the_values(world, stage, policy):
+    assert differences(*both(world, stage, policy=policy, backend="cpu")) == []
+
+
 @pytest.mark.parametrize("moments", ["active_mean", "zero"])
 def test_bit_equal_with_other_moments_of_grown_weights(moments):
     assert differences(*both(2, 2, policy="rigl", topology={"grown_moments": moments})) == []
@@ -150,8 +155,8 @@ def test_a_gradient_of_an_inactive_weight_that_is_not_finite_skips_the_step_on_a
 # --- the tied head, activation checkpointing ---
 
 
-def gpt_course(rank, world, stage, kind, recompute):
-    config = constant_config(stage, world, kind, policy="rigl", sparsity=0.9)
+def gpt_course(rank, world, stage, kind, recompute, backend):  # noqa: PLR0917
+    config = constant_config(stage, world, kind, policy="rigl", sparsity=0.9, backend=backend)
     config["mst"]["targets"] = {"lm_head": True}
     model = {"vocab_size": 61, "seq_length": 16, "n_layer": 2, "n_head": 2, "n_embd": 24}
     settings = load({**config, "model": {**model, "activation_checkpointing": recompute}}).model
@@ -171,9 +176,12 @@ def gpt_course(rank, world, stage, kind, recompute):
     return found
 
 
-@pytest.mark.parametrize(("stage", "recompute"), [(0, False), (2, True), (3, True)])
-def test_the_tied_head_is_compact_and_bit_equal(stage, recompute):
-    compact, dense = (pool.run(gpt_course, 2, stage, kind, recompute)[0] for kind in ("auto", "off"))
+CASES_OF_HEADS = [(0, False, "dense"), (2, True, "dense"), (3, True, "dense"), (0, False, "cpu"), (3, True, "cpu")]
+
+
+@pytest.mark.parametrize(("stage", "recompute", "backend"), CASES_OF_HEADS)
+def test_the_tied_head_is_compact_and_bit_equal(stage, recompute, backend):
+    compact, dense = (pool.run(gpt_course, 2, stage, kind, recompute, backend)[0] for kind in ("auto", "off"))
     assert compact[-1]["moved"] == 6 and differences(compact, dense) == []
 
 

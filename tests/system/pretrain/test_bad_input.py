@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch.distributed as dist
 
 from mst_scale import comm
 from mst_scale.checkpoints import store
@@ -22,6 +23,14 @@ from tests.support.whole_runs import MST, attempt, logged_attempt
 
 def arguments(folder: Path, *more: str, **blocks) -> list[str]:
     return ["--deepspeed_config", str(tiny_run.config(folder, **blocks)), "--out", str(folder / "out"), *more]
+
+
+@pytest.fixture(autouse=True)
+def no_process_group():
+    """A mistake that is found after the ranks have met leaves a process group in this process."""
+    yield
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def without_config(folder):
