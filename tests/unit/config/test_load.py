@@ -109,6 +109,9 @@ def test_recipes():
     assert [point.sparsity for point in points] == [0.8, 0.8, 0.0, 0.0]
     assert {lean.attention_schedule.pattern_at(step).kind for step in (0, 279, 280)} == {"strided"}
     assert (lean.mst.topology, lean.training.decay) == (best.mst.topology, best.training.decay)
+    small = load({**MINIMAL, "recipe": "mst-small", "training": {"steps": 280}})
+    assert {small.schedule.at(step).sparsity for step in range(281)} == {0.8}
+    assert (small.mst.compute.compact, small.mst.topology) == ("auto", best.mst.topology)
     for more in (["recipe=mst-best"], ["mst.sparsity.warmup=0.1", "recipe=mst-best"]):  # laid over what a file says
         over = load("gpt2_small", more)
         assert (over.mst.sparsity.max, over.mst.topology.random_ratio) == (0.8, 1.0)
