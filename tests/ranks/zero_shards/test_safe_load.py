@@ -1,4 +1,4 @@
-"""A checkpoint from elsewhere is data: opening it runs nothing. Hostile names are in tests/launchers too."""
+"""A checkpoint from elsewhere is data: opening it runs nothing. Hostile names are in tests/system/launchers too."""
 
 import json
 import os
