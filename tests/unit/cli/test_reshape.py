@@ -23,7 +23,7 @@ def test_what_is_said(folder, capsys):
     assert first.startswith(f"{folder / 'universal'}: ") and "3 masks" in first and "written in" in first
     assert "any number of ranks" in second
     assert main(["reshape", str(folder)]) == 0
-    assert "was there already" in capsys.readouterr().out
+    assert "already existed" in capsys.readouterr().out
     assert main(["reshape", str(folder), "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert (found["checkpoint"], found["universal"], found["step"]) == (str(folder), str(folder / "universal"), 40)
