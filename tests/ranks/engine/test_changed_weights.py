@@ -13,6 +13,8 @@ from tests.support import pool
 from tests.support.toy_engine import STAGES, full, mst_config, read_by_forward, train, watched
 from tests.support.toys import toy, toy_batch
 
+pytestmark = pytest.mark.full
+
 PRECISIONS = ["fp32", "bf16"]
 WITH_MASTERS = [(stage, precision) for stage in STAGES for precision in PRECISIONS if (stage, precision) != (0, "fp32")]
 STEPS = 8  # of 40: sparse from the third on

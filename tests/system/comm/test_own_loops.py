@@ -11,6 +11,8 @@ import pytest
 
 from tests.support import forked, tiny_run
 
+pytestmark = pytest.mark.full
+
 LONG = 10**6
 
 

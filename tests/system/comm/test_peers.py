@@ -12,6 +12,8 @@ from mst_scale.comm import timeout
 from mst_scale.errors import UserError
 from tests.support import forked, tiny_run
 
+pytestmark = pytest.mark.full
+
 LONG = {"steps": 100_000, "save_every": 0, "eval_every": 0}
 
 

@@ -69,6 +69,7 @@ def interpreted() -> list[dict[str, float]]:
     return [json.loads(line) for line in said.splitlines()]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("index", range(len(INTERPRETED)), ids=lambda i: "-".join(map(str, INTERPRETED[i])))
 def test_interpreted(interpreted: list[dict[str, float]], index: int) -> None:
     allowed = TOLERANCE[getattr(torch, INTERPRETED[index][-1])]

@@ -48,6 +48,7 @@ def interpreted() -> list[dict[str, Any]]:
     return interpret([*INTERPRETED, {"poisoned": True}, {"stage": 3}])
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("index", range(len(INTERPRETED)), ids=lambda i: "-".join(map(str, INTERPRETED[i].values())))
 def test_interpreted(interpreted: list[dict[str, Any]], index: int) -> None:
     allowed = TOLERANCE[getattr(torch, INTERPRETED[index]["dtype"])]
