@@ -1,39 +1,5 @@
-"""One small run and the tasks' files, for all tests of `mst eval`."""
+"""Fixtures of this folder's tests."""
 
-from pathlib import Path
+from tests.support.evaluation_fixtures import data, run
 
-import pytest
-
-from mst_scale.data.prepare import ensure
-from tests.support import pool, tiny_run
-from tests.support.evaluation_calls import CONTEXT, EXAMPLES, PAIRS, PASSAGES, TEXT, write
-from tests.support.whole_runs import attempt
-
-
-@pytest.fixture(scope="session")
-def run(tmp_path_factory) -> Path:
-    """A byte-level run of a few steps."""
-    folder = tmp_path_factory.mktemp("eval")
-    words = {"seq_length": CONTEXT, "vocab_size": 257}
-    ensure(folder / "bytes", "stdlib", "byte", max_bytes=60_000)
-    path = tiny_run.config(
-        folder,
-        model=words,
-        data={"dir": str(folder / "bytes")},
-        training={"steps": 6},
-    )
-    assert pool.run(attempt, 2, ["--deepspeed_config", str(path), "--out", str(folder / "run")]) == [(0, "")] * 2
-    return folder / "run"
-
-
-@pytest.fixture(scope="session")
-def data(tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("data")
-    write(folder / "lambada.jsonl", [{"text": text} for text in PASSAGES])
-    for name in ("wikitext2", "ptb", "wikitext103"):
-        (folder / f"{name}.txt").write_text(TEXT)
-    write(folder / "1bw.jsonl", [{"text": text} for text in TEXT.split("\n\n")])
-    for name in ("rte", "mrpc"):
-        for file, some in ((f"{name}.jsonl", PAIRS), (f"{name}.train.jsonl", EXAMPLES)):
-            write(folder / file, [{"sentence1": a, "sentence2": b, "label": c} for a, b, c in some])
-    return folder
+__all__ = ["data", "run"]
