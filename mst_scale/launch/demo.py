@@ -10,6 +10,7 @@ two lines of text that the model writes are shown next to two lines of the dense
 from __future__ import annotations
 
 import sys
+from itertools import pairwise
 from pathlib import Path
 
 from mst_scale import shipped
@@ -58,7 +59,7 @@ def two_lines(model: Path) -> list[str]:
 def _folder(words: list[str]) -> Path:
     """The folder of the run, as the words and the last of several --out say."""
     out = "runs/demo"
-    for word, following in zip(words, [*words[1:], ""], strict=True):
+    for word, following in pairwise([*words, ""]):
         if word == "--out":
             out = following
         elif word.startswith("--out="):

@@ -30,3 +30,11 @@ def test_a_run_without_a_checkpoint_is_named(
     assert not out and len(err.splitlines()) == 1
     monkeypatch.setattr(demo.local, "run", lambda *_, **__: 3)
     assert demo.main(["--out", str(tmp_path / "none")]) == 3 and capsys.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize(
+    ("words", "folder"),
+    [([], "runs/demo"), (["--steps", "9"], "runs/demo"), (["--out", "a"], "a"), (["--out", "a", "--out=b"], "b")],
+)
+def test_the_folder_is_that_of_the_run(words, folder):
+    assert demo._folder(words) == Path(folder)
