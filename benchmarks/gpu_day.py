@@ -13,9 +13,11 @@ failed ones. Compiled kernels are kept in DIR.work.
 
     correctness  masks       topology steps on the GPU and on the CPU from equal inputs: the same bits
                  training    short sparse runs at ZeRO 1, 2 and 3 on the GPU and on the CPU: losses within rounding
+                 compact     compact runs and masked ones at ZeRO 0 to 3, in fp32 and bf16: the same bits
                  kernels     every Triton kernel, forward and gradients, against its definition in float64
     steps        step        channels and blocks at the widths of 6.7B and GPT-2 XL against dense bf16 with
                              torch.compile and cuDNN attention
+                 density     plain DeepSpeed, masked and compact weights at 96 %: time and memory of a step
     layers       linear      block linear layers, product by product, and 2:4, against cuBLAS
                  attention   sparse attention against cuDNN and flash attention
                  optimizer   fused AdamW on all weights and on the active ones alone

@@ -74,6 +74,22 @@ def mst_block(variant: str) -> dict[str, Any]:
     return {"mst": {**BLOCKS, "sparsity": {"max": int(sparsity) / 100}, "topology": topology}}
 
 
+def constant(side: str) -> dict[str, Any]:
+    """The "mst" block of a run that is 96 % sparse from the first step to the last: masked or compact; {} for dense."""
+    if side == "dense":
+        return {}
+    return {
+        "mst": {
+            "method": "sparse",
+            "sparsity": {"max": 0.96},
+            "topology": {"interval": 1000, "check_every": 0},
+            "targets": {"lm_head": True},
+            "attention": {"pattern": "dense"},
+            "compute": {"backend": "dense", "compact": "auto" if side == "compact" else "off"},
+        }
+    }
+
+
 def experiment_of(shape: Shape, ours: dict[str, Any], micro_batches: int, tiny: bool) -> Any:
     """The config of one side: as the shipped one, with fewer layers and a vocabulary reduced in proportion."""
     from mst_scale.config import load
@@ -224,6 +240,28 @@ def peak(stepper: Stepper) -> int | None:
     torch.cuda.reset_peak_memory_stats()
     stepper.steps(1)
     return int(torch.cuda.max_memory_allocated())
+
+
+def peak_beyond(stepper: Stepper) -> int | None:
+    """Return how much more memory a step takes at its peak than is allocated before it, in bytes."""
+    before = torch.cuda.memory_allocated() if torch.cuda.is_available() else 0
+    found = peak(stepper)
+    return None if found is None else found - before
+
+
+def update_ms(stepper: Stepper) -> float:
+    """Return the time of DeepSpeed's step: gradient norm, clipping, masking, update and casts."""
+    with stepper._attention():
+        for _ in range(stepper.micro_batches - 1):
+            stepper.engine.backward(stepper.engine(stepper.tokens, stepper.targets))
+            stepper.engine.step()
+        stepper.engine.backward(stepper.engine(stepper.tokens, stepper.targets))
+        return 1e3 * seconds_of(stepper.engine.step, stepper.engine.device)
+
+
+def spread(times: Sequence[float]) -> list[float]:
+    """Return the median and the ends of the middle half."""
+    return [round(ms, 3) for ms in (statistics.median(times), *middle_half(times))]
 
 
 def profile(stepper: Stepper) -> list[list[Any]]:

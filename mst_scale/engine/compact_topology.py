@@ -79,6 +79,11 @@ class CompactTopology(Topology):
         super().__init__(*args, **named)
         self.dense_gradients: dict[int, Tensor] = {}
         """Means over ranks, of this rank's slices and of the micro-batches so far."""
+        self._uses: dict[int, Tensor] = {}
+        """Gradients of whole matrices whose backward pass has not come to their last use yet."""
+        for i, (index, parameter) in enumerate(zip(self.store.index, self.store.parameters, strict=True)):
+            if index is not None and parameter.requires_grad:
+                parameter.register_hook(functools.partial(self._reduce_dense_gradient, i))
         asked = self.counts(self.state.schedule.at(int(self.engine.global_steps)).sparsity)
         for mask, count, index in zip(self._masks, asked, self.store.index, strict=True):
             assert index is None or index.count == count, f"{mask.name}: {index.count} values for {count} weights"
@@ -99,12 +104,19 @@ class CompactTopology(Topology):
         """Set whether the next backward passes hand on the dense gradients of layers."""
         for i, index in enumerate(self.store.index):
             if index is not None:
-                index.on_gradient = functools.partial(self._add_dense_gradient, i) if wanted else None
+                index.on_gradient = functools.partial(self._add_use, i) if wanted else None
 
-    def _add_dense_gradient(self, i: int, gradient: Tensor) -> None:
-        """One reduction per layer and micro-batch; what is not this rank's is freed with the layer's backward pass."""
-        mine = self.store.reduced(i, gradient.reshape(-1))
-        self.dense_gradients[i] = self.dense_gradients[i].add_(mine) if i in self.dense_gradients else mine
+    def _add_use(self, i: int, gradient: Tensor) -> None:
+        """Add up the uses of a matrix, such as a tied head's and its embedding's, in their dtype, as autograd does."""
+        gradient = gradient.reshape(-1)
+        self._uses[i] = self._uses[i] + gradient if i in self._uses else gradient
+
+    def _reduce_dense_gradient(self, i: int, _: Tensor) -> None:
+        """One reduction per layer and micro-batch, when its values have their gradient; then only a slice is kept."""
+        whole = self._uses.pop(i, None)
+        if whole is not None:
+            mine = self.store.reduced(i, whole)
+            self.dense_gradients[i] = self.dense_gradients[i].add_(mine) if i in self.dense_gradients else mine
 
     def divide_dense_gradients(self, scale: float) -> bool:
         """Remove the loss scale; return whether all values on all ranks are finite."""
