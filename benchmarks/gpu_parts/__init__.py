@@ -26,7 +26,7 @@ PARTS = {
             6,
         ),
         Part("step", "steps", "how fast is a whole step?", 3, 120, 1.0, f"{__name__}.speed"),
-        Part("density", "steps", "what does a step of compact weights take?", 1.5, 60, 1.0, f"{__name__}.compact"),
+        Part("density", "steps", "what does a step of compact weights take?", 3, 90, 1.0, f"{__name__}.compact"),
         Part("linear", "layers", "how fast are block linear layers?", 1.2, 45, 0.5, f"{__name__}.speed"),
         Part("attention", "layers", "how fast is sparse attention?", 1, 45, 0.5, f"{__name__}.speed"),
         Part("optimizer", "layers", "how fast is Adam on active weights alone?", 0.5, 30, 0.5, f"{__name__}.speed"),

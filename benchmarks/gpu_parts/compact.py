@@ -100,7 +100,7 @@ def config(stage: int, policy: str, dtype: str, kind: str) -> dict[str, Any]:
 # --- what a step takes ---
 
 # Shape of step_cuda, micro-batches per step
-SIZES = (("6.7B", 1), ("124M", 1), ("1.5B", 1))
+SIZES = (("1.5B", 1), ("6.7B", 1), ("124M", 1), ("6.7B", 8), ("1.5B", 8))
 SIDES = ("dense", "masked", "compact")
 ROUNDS, STEPS_OF_ROUND = 7, 3
 
@@ -108,7 +108,8 @@ ROUNDS, STEPS_OF_ROUND = 7, 3
 def density(where: Where) -> Iterator[Case]:
     """Plain DeepSpeed, masked weights and compact weights at 96 %, in turns, at three widths."""
     for parameters, micro_batches in SIZES[:1] if where.tiny else SIZES:
-        yield Case(f"width of {parameters}", functools.partial(_density, where, parameters, micro_batches))
+        of = f"{micro_batches} micro-batch{'es' * (micro_batches > 1)} per step"
+        yield Case(f"width of {parameters}, {of}", functools.partial(_density, where, parameters, micro_batches))
 
 
 def _density(where: Where, parameters: str, micro_batches: int) -> Row:
@@ -140,11 +141,11 @@ def _density(where: Where, parameters: str, micro_batches: int) -> Row:
             }
         device, first = steppers["dense"].engine.device, steppers["dense"]
         model = f"{first.layers} layers, {micro_batches} × {first.micro * first.context:,} tokens per step"
-        rounds, count = (2, 1) if where.tiny else (ROUNDS, STEPS_OF_ROUND)
+        rounds, count = (2, 1) if where.tiny else (ROUNDS, 1 if micro_batches > 1 else STEPS_OF_ROUND)
         runs = [functools.partial(steppers[side].steps, count) for side in SIDES]
         whole = in_rounds(runs, rounds, lambda run: 1e3 * seconds_of(run, device) / count)
         updates: dict[str, list[float]] = {side: [] for side in SIDES}
-        for turn in range(rounds + 1):
+        for turn in range(min(rounds, 4) + 1):
             for side in SIDES:
                 ms = step_cuda.update_ms(steppers[side])
                 if turn:

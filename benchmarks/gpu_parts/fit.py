@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Iterator
 from typing import Any
 
 import torch
+
+from mst_scale import tile_choice
 
 from .. import memory as measured
 from ..page import aside
@@ -33,6 +36,7 @@ def peak(where: Where, config: str, settings: list[str]) -> Row:
     from mst_scale.plan.memory import memory as modelled
     from mst_scale.plan.setting import setting_of
 
+    os.environ.setdefault(tile_choice.VARIABLE, "0")  # nothing is timed
     micro = 1 if where.tiny else 8
     tiny = ["bf16.enabled=false", *TINY] if where.tiny else []
     batch = [f"train_micro_batch_size_per_gpu={micro}", f"train_batch_size={micro}", "gradient_accumulation_steps=1"]

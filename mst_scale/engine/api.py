@@ -98,6 +98,7 @@ def initialize(
     for note in notes:
         logger.warning("%s", note)
     zero_shards.hasten()
+    zero_shards.use_readable_architectures()
     if not torch.distributed.is_initialized() and not under_mpi():
         complete_environment()  # a free port for a script that no launcher started: DeepSpeed would always take 29500
     own_loops.prepare()

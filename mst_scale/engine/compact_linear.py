@@ -30,7 +30,7 @@ def compact_linear(
     """Return x Wᵀ + b of the matrix W of this shape with these values at the index."""
     assert shape == index.shape, f"{index.name} is {index.shape}"
     like: Any = index  # the same interface
-    return compact.compact_linear(x, values, like, bias, dense_gradient=index.on_gradient)
+    return compact.compact_linear(x, values[: index.count], like, bias, dense_gradient=index.on_gradient)
 
 
 def compact_embedding(
@@ -39,7 +39,7 @@ def compact_embedding(
     """Return the rows of the tokens in the matrix with these values at the index."""
     check_not_transformed(index.name, DENSE, values)
     leave_graph(index.name, DENSE)
-    return _outside_graphs(tokens, values, index, (padding_idx, scale_by_frequency))
+    return _outside_graphs(tokens, values[: index.count], index, (padding_idx, scale_by_frequency))
 
 
 @torch._disable_dynamo

@@ -146,7 +146,7 @@ def _convert(model: Any, experiment: Experiment, targets: dict[str, nn.Parameter
         if index.count == index.numel:
             continue  # the distribution leaves it dense
         with deepspeed.zero.GatheredParameters([parameter] if hasattr(parameter, "ds_id") else []):
-            compact = nn.Parameter(index.collect(parameter.detach()))
+            compact = nn.Parameter(index.to_store(parameter.detach()))
         mark(compact, index)
         made[id(parameter)] = compact
         for module in model.modules():
@@ -199,8 +199,10 @@ class _Head:
         self, x: torch.Tensor, values: torch.Tensor, targets: torch.Tensor, count: torch.Tensor | None = None
     ) -> torch.Tensor | None:
         """Return the cross-entropy without keeping the logits, or None if they have to be computed."""
+        if self.index.on_gradient is not None:
+            return None
         like: Any = self.index
-        return None if self.index.on_gradient is not None else compact_cross_entropy(x, values, targets, like, count)
+        return compact_cross_entropy(x, values[: self.index.count], targets, like, count)
 
 
 # --- state dicts have the whole matrix ---
@@ -210,7 +212,7 @@ def _save_matrix(module: Any, state: dict[str, Any], prefix: str, metadata: Any,
     """Put the matrix in place of its values, unless these are asked for or the live parameters are."""
     key = prefix + "weight"
     value = state.get(key)
-    if value is None or index.stores_values or isinstance(value, nn.Parameter) or value.numel() != index.count:
+    if value is None or index.stores_values or isinstance(value, nn.Parameter) or value.numel() != index.stored:
         return
     state[key] = index.expand(value)
 
@@ -220,7 +222,7 @@ def _load_matrix(state: dict[str, Any], prefix: str, *more: Any, index: CompactI
     key = prefix + "weight"
     value = state.get(key)
     if value is not None and not index.stores_values and tuple(value.shape) == index.shape:
-        state[key] = index.collect(value.detach())
+        state[key] = index.to_store(value.detach())
 
 
 def _replaced(parameters: Any, made: dict[int, nn.Parameter]) -> Any:

@@ -29,6 +29,7 @@ universal     DeepSpeed's universal layout, for every stage
 from mst_scale.zero_shards.autotp import FORWARDS, asserted_of_cutting, check_cuttable, is_linear
 from mst_scale.zero_shards.compact_index import CompactIndex, index_of, indexes_of, mark
 from mst_scale.zero_shards.compact_store import CompactStore
+from mst_scale.zero_shards.cuda_architectures import use_readable_architectures
 from mst_scale.zero_shards.groups import Groups, exchanges_of, groups_of, sequences_a_step, stage_count, tensor_slices
 from mst_scale.zero_shards.half_types import check_precision
 from mst_scale.zero_shards.hooks import HOOKS, Follower, install
@@ -122,6 +123,7 @@ __all__ = [
     "stage_count",
     "stamp",
     "tensor_slices",
+    "use_readable_architectures",
     "uses_muon",
     "watch_losses",
     "whole",

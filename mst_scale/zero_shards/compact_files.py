@@ -3,8 +3,9 @@
     <tag>/mst/compact.safetensors    for each compact parameter the packed bits of its active weights (1/8 byte per
                                      weight), with the shape of its matrix in the file's metadata
 
-DeepSpeed's files of such a checkpoint hold K values for a parameter. `weight_files` reads this file with them and gives
-whole matrices to all readers. A universal copy (`mst reshape`) has no such file: it holds matrices.
+DeepSpeed's files of such a checkpoint hold the K values of a parameter, and zeros up to a multiple of 64.
+`weight_files` reads this file with them and gives whole matrices to all readers. A universal copy (`mst reshape`) has
+no such file: it holds matrices.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from torch import Tensor
 
 from mst_scale.errors import Damaged
 from mst_scale.mixed_growing import packed_bits
-from mst_scale.zero_shards.compact_index import CompactIndex
+from mst_scale.zero_shards.compact_index import CompactIndex, stored_length
 
 FOLDER, NAME, FORMAT = "mst", "compact.safetensors", "mst_scale compact 1"
 
@@ -37,6 +38,11 @@ class StoredIndex:
     def positions(self) -> Tensor:
         """Where the values stand in the flattened matrix, ascending."""
         return packed_bits.indices(self.bits, math.prod(self.shape))
+
+    @property
+    def stored(self) -> int:
+        """The length of the parameter in DeepSpeed's files."""
+        return stored_length(len(self.positions))
 
     def between(self, start: int, end: int) -> tuple[int, int]:
         """Return which values [first, last) stand in the range [start, end) of the flattened matrix."""

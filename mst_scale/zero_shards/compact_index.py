@@ -1,7 +1,9 @@
 """Says which weights of a matrix a compact parameter stores: all active ones, in the order of the flattened matrix.
 
 A compact parameter is a vector of K values. Its index is not trained, is the same on every rank and changes only at
-topology steps; K never changes, because DeepSpeed has laid out its shards for it.
+topology steps; K never changes, because DeepSpeed has laid out its shards for it. The vector ends with zeros up to a
+multiple of 64, so that the parameters that follow it in DeepSpeed's flat buffers stay aligned: GPU kernels take another
+path, with other rounding, where an address is not a multiple of 16 bytes.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ from mst_scale.sparse_linear.compact import products_of
 
 _ATTRIBUTE = "mst_compact_index"
 _WIDEST = 2**31
+_MULTIPLE = 64
 
 
 class CompactIndex:
@@ -58,6 +61,11 @@ class CompactIndex:
         return self.positions.numel()
 
     @property
+    def stored(self) -> int:
+        """The length of the parameter: the values and the zeros after them."""
+        return stored_length(self.count)
+
+    @property
     def outputs(self) -> int:
         """Outputs of the layer that multiplies by the matrix."""
         return self.shape[1] if self.across else self.shape[0]
@@ -81,6 +89,7 @@ class CompactIndex:
 
     def expand(self, values: Tensor) -> Tensor:
         """Return the matrix with these values; all others are 0. Autograd gives the gradient of the values."""
+        values = values[: self.count]
         positions, flat = self.on(values.device), values.new_zeros(self.numel)
         if torch.is_grad_enabled() and values.requires_grad:
             return flat.index_put((positions,), values).view(self.shape)
@@ -89,6 +98,10 @@ class CompactIndex:
     def collect(self, matrix: Tensor) -> Tensor:
         """Return the values that a matrix, or a flattened one, has at the index."""
         return matrix.reshape(-1).index_select(0, self.positions.to(matrix.device))
+
+    def to_store(self, matrix: Tensor) -> Tensor:
+        """Return what the parameter stores of a matrix, or of a flattened one."""
+        return nn.functional.pad(self.collect(matrix), (0, self.stored - self.count))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> CompactIndex:
         raise UserError(
@@ -101,6 +114,11 @@ class CompactIndex:
 
     def _narrow(self, positions: Tensor) -> Tensor:
         return positions.to(torch.int32 if self.numel < _WIDEST else torch.int64)
+
+
+def stored_length(count: int) -> int:
+    """Return the length of the parameter that stores this number of values."""
+    return -(-count // _MULTIPLE) * _MULTIPLE
 
 
 def mark(parameter: nn.Parameter, index: CompactIndex) -> None:

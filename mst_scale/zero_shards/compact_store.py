@@ -28,7 +28,7 @@ class CompactStore:
 
     def __init__(self, engine: Any, parameters: dict[str, nn.Parameter]):
         self.values = dense_store(engine, parameters)
-        """Where the values of each parameter lie; its slices are ranges of the K values."""
+        """Where the values of each parameter lie; its slices are ranges of what it stores."""
         self.parameters = self.values.parameters
         self.group = self.values.group
         self.collectives = NamedCollectives("mst_compact")
@@ -112,18 +112,18 @@ class CompactStore:
         """Return this rank's range of the values, given this rank's slice of a matrix (collective)."""
         index, part, own = self._index(i), self.slices[i], self.values.slices[i]
         positions, first, last = self._in_slice(i, dense.device)
-        whole = dense.new_zeros(index.count)
+        whole = dense.new_zeros(index.stored)
         whole[first:last] = dense.index_select(0, positions[first:last].long() - part.start)
         return self._joined(whole)[own.start : own.start + own.length]
 
     def gathered(self, i: int, values: Tensor) -> Tensor:
         """Return all values of a parameter, given this rank's range of them (collective)."""
         if self.group is None:
-            return values.detach()
+            return values.detach()[: self._index(i).count]
         own = self.values.slices[i]
-        whole = values.detach().new_zeros(self._index(i).count)
+        whole = values.detach().new_zeros(self._index(i).stored)
         whole[own.start : own.start + own.length] = values.detach()
-        return self._joined(whole)
+        return self._joined(whole)[: self._index(i).count]
 
     def move(self, i: int, positions: Tensor) -> Tensor:
         """Take a new index: values and states of weights that stay active move to their place, others start at 0.
@@ -135,7 +135,7 @@ class CompactStore:
             positions: the new index, as long as the old one.
 
         Returns:
-            Flags of this rank's range of the new values: True if the weight was active before.
+            Flags of this rank's range of what is stored: True unless a weight has grown there.
         """
         index, own = self._index(i), self.values.slices[i]
         weight = self.values.weight(i)
@@ -145,9 +145,9 @@ class CompactStore:
         stayed = old[before] == mine
         for live in (weight, *self.values.states(i).values()):
             moved = self.gathered(i, live)[before]
-            live.copy_(torch.where(stayed, moved, torch.zeros_like(moved)))
+            live[: len(mine)] = torch.where(stayed, moved, torch.zeros_like(moved))
         index.replace(positions)
-        return stayed
+        return nn.functional.pad(stayed, (0, own.length - len(mine)), value=True)
 
     def reduced(self, i: int, gradient: Tensor) -> Tensor:
         """Return this rank's slice, in float32, of a dense gradient: its mean over sequences (collective).

@@ -57,7 +57,7 @@ def cut_of(parameter: Any) -> Cut:
 def stored_cut_of(parameter: Any) -> Cut:
     """The same of what the parameter stores: of a compact one the vector of its values."""
     index = index_of(parameter)
-    return cut_of(parameter) if index is None else Cut.whole((index.count,))
+    return cut_of(parameter) if index is None else Cut.whole((index.stored,))
 
 
 def is_cut(parameter: Any) -> bool:

@@ -22,7 +22,7 @@ def stored(name: str, parameter: Any, values: Callable[[Shard], torch.Tensor]) -
     """
     index = index_of(parameter)
     if index is not None:
-        at_index = index.collect(values(Shard.whole(name, index.shape)))
+        at_index = index.to_store(values(Shard.whole(name, index.shape)))
         return lambda start, end: at_index[start:end]
     cut = cut_of(parameter)
     return lambda start, end: values(Shard(name, cut, start, end - start))

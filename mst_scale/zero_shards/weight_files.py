@@ -82,7 +82,7 @@ class Weights:
             return whole[shard.logical(torch.arange(shard.length))]
         first, last = index.between(start, start + shard.length)
         values = torch.zeros(shard.length)
-        stored = Shard(shard.name, Cut.whole((len(index.positions),)), first, last - first)
+        stored = Shard(shard.name, Cut.whole((index.stored,)), first, last - first)
         return values.scatter_(0, index.positions[first:last] - start, self._stored(stored))
 
     def _stored(self, shard: Shard) -> torch.Tensor:
@@ -144,10 +144,9 @@ def states_of(checkpoint: Path, keys: Iterable[str]) -> dict[str, Weights]:
     for name, index in compact_files.read(checkpoint).items():
         for weights in found.values():
             if name in weights.shapes:
-                if weights.shapes[name] != (len(index.positions),):
+                if weights.shapes[name] != (index.stored,):
                     raise Damaged(
-                        f"{checkpoint}: {name} stores {weights.shapes[name]} values, and its index says "
-                        f"{len(index.positions)}"
+                        f"{checkpoint}: {name} stores {weights.shapes[name]} values, and its index says {index.stored}"
                     )
                 weights.compact[name], weights.shapes[name] = index, index.shape
     return found
