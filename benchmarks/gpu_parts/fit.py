@@ -15,6 +15,7 @@ from .. import memory as measured
 from ..page import aside
 from .part import TORCH_ADAM, Case, Row, Where
 
+PLAIN = ["data_types={}"]  # accumulation in fp32 does not go with bf16 at stage 1
 TINY = ["model.n_layer=1", "model.n_embd=32", "model.n_head=2", "model.seq_length=32", "model.vocab_size=64"]
 
 
@@ -22,11 +23,11 @@ def memory(where: Where) -> Iterator[Case]:
     """Every ZeRO stage with its masks, on one rank; then recomputation, which changes what is fullest."""
     config = "gpt2_small"
     for stage in (1,) if where.tiny else (2, 1, 3):
-        settings = [f"zero_optimization.stage={stage}"]
+        settings = [f"zero_optimization.stage={stage}", *(PLAIN if stage == 1 else ())]
         yield Case(f"{config}, ZeRO {stage}", functools.partial(peak, where, config, settings))
     if where.tiny:
         return
-    again = ["zero_optimization.stage=1", "model.activation_checkpointing=true"]
+    again = ["zero_optimization.stage=1", *PLAIN, "model.activation_checkpointing=true"]
     yield Case(f"{config}, ZeRO 1, recomputed", functools.partial(peak, where, config, again))
 
 
