@@ -21,8 +21,7 @@ from torch import nn
 from mst_scale.comm import Mesh, logger
 from mst_scale.comm.exchange import Exchange
 from mst_scale.config import Experiment
-from mst_scale.config.parallel import sizes_of
-from mst_scale.config.support import precision_of
+from mst_scale.config.compact import why_not_compact
 from mst_scale.engine.compact_linear import compact_embedding, compact_linear
 from mst_scale.engine.targets import choose_targets
 from mst_scale.errors import UserError
@@ -34,7 +33,6 @@ from mst_scale.shard import Shard
 from mst_scale.sparse_linear.compact import compact_cross_entropy
 from mst_scale.zero_shards import CompactIndex, indexes_of, mark, shape_of
 
-ADAM = ("adam", "adamw")
 FUSED = (
     nn.TransformerEncoderLayer,
     nn.MultiheadAttention,
@@ -75,30 +73,14 @@ def make_compact(
 
 
 def _why_dense(experiment: Experiment, optimizer: Any, model: nn.Module, others: dict[str, Any]) -> str | None:
-    """What in the config or in the arguments keeps a run dense."""
-    mst, config = experiment.mst, experiment.deepspeed
-    topology, sizes = mst.topology, sizes_of(config)
-    sparsities = {segment.sparsity for segment in experiment.schedule.segments()}
-    kind = str(config.get("optimizer", {}).get("type", "")).lower()
-    offload = config.get("zero_optimization", {}).get("offload_param", {})
+    """What in the arguments or in the config keeps a run dense."""
     cases = {
-        f"method {mst.method} multiplies by a function of its weights": mst.function is not None,
-        "mst.masks gives the masks": mst.masks is not None,
-        f"the sparsity changes ({min(sparsities):g} to {max(sparsities):g})": len(sparsities) > 1,
-        "mst.topology.granularity is not element": topology.granularity != "element",
-        f"policy {topology.policy} reads momentum of inactive weights": "momentum" in topology.chosen.reads,
-        f"mst.compute.backend {mst.compute.backend} reads a matrix": mst.compute.backend == "block",
-        "mst.topology.rezero asks for zeros": topology.rezero,
-        "mst.sparsity.initial = magnitude reads the weights first": mst.sparsity.initial != "random",
-        "it is not tested in fp16": precision_of(config) == "fp16",
         "the optimizer is an object that has the dense weights": isinstance(optimizer, torch.optim.Optimizer),
-        "the optimizer is not the config's Adam or AdamW": optimizer is not None or kind not in ADAM,
+        "the optimizer is not the config's Adam or AdamW": optimizer is not None,
         "the model is a pipeline": isinstance(model, PipelineModule),
-        "layers are cut over ranks": max(sizes.tensor, sizes.pipeline) > 1,
         "the mpu is not a Mesh that cuts sequences alone": not _cuts_sequences_alone(others.get("mpu")),
-        "it is not tested with offload_param": offload.get("device", "none") not in ("none", None),
     }
-    return next((reason for reason, applies in cases.items() if applies), None)
+    return next((reason for reason, applies in cases.items() if applies), None) or why_not_compact(experiment)
 
 
 def _cuts_sequences_alone(mpu: Any) -> bool:
