@@ -124,12 +124,12 @@ class Memory:
         return {**asdict(self), **moments, "needed": int(self.needed)}
 
 
-def memory(experiment: Experiment, s: Setting) -> Memory:
-    """Return the memory of the GPU that needs the most."""
-    return max((_of_stage(experiment, s, stage) for stage in ends(s)), key=lambda found: found.peak)
+def memory(experiment: Experiment, s: Setting, *, topology_steps: bool = True) -> Memory:
+    """Return the memory of the GPU that needs the most, in steps that include topology steps or not."""
+    return max((_of_stage(experiment, s, stage, topology_steps) for stage in ends(s)), key=lambda found: found.peak)
 
 
-def _of_stage(experiment: Experiment, s: Setting, stage: int) -> Memory:
+def _of_stage(experiment: Experiment, s: Setting, stage: int, topology_steps: bool) -> Memory:
     """Return the memory of the ranks of a pipeline stage."""
     model, found = experiment.model, held(experiment.model, s, stage)
     block, ends = _kept(model, s.micro, s.weight_bytes, share(model, s, stage))
@@ -140,6 +140,7 @@ def _of_stage(experiment: Experiment, s: Setting, stage: int) -> Memory:
     else:
         stored = (_stage_1_2 if s.stage else _stage_0)(found, s, replayed)
     masks, topology_step = _masks_and_topology_step(experiment, s, found)
+    topology_step *= topology_steps
     index = sum(p.active * (INDEX_BYTES if p.whole < NARROW else WIDE_INDEX_BYTES) for p in found if p.active)
     if s.offload_optimizer and s.stage:
         return replace(stored, masks=index, host=stored.host + masks, host_step=topology_step)

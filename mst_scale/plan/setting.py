@@ -92,6 +92,11 @@ class Setting:
         return self.compact if why_layout_not_compact(self.sizes, self.offload_parameters) is None else None
 
     @property
+    def dense(self) -> Setting:
+        """The same setting with all weights stored."""
+        return self if self.compact is None else replace(self, compact=None)
+
+    @property
     def weight_bytes(self) -> int:
         """Bytes of a weight as the forward pass reads it and as it is communicated."""
         return BYTES[self.precision]
@@ -157,19 +162,16 @@ def setting_of(experiment: Experiment, ranks: int) -> Setting:
         tensor=sizes.tensor,
         sequence=sizes.sequence,
         pipeline=sizes.pipeline,
-        compact=_compact(experiment),
+        compact=compact_of(experiment),
     )
 
 
-def _compact(experiment: Experiment) -> Compact | None:
+def compact_of(experiment: Experiment) -> Compact | None:
     """Return what stores its active weights alone if the layout allows it too."""
-    model, mst = experiment.model, experiment.mst
     if why_method_not_compact(experiment) is not None:
         return None
-    if not model.causal and model.tied_head and mst.targets.lm_head:
-        return None  # BERT's head reads the embedding by itself
-    t, sparsity = mst.targets, experiment.schedule.at(0).sparsity
-    return Compact(tuple(t.include), tuple(t.exclude), t.lm_head, sparsity, mst.sparsity.distribution)
+    t, sparsity = experiment.mst.targets, experiment.schedule.at(0).sparsity
+    return Compact(tuple(t.include), tuple(t.exclude), t.lm_head, sparsity, experiment.mst.sparsity.distribution)
 
 
 def _offloads(zero: dict[str, Any], key: str) -> bool:
