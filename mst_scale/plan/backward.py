@@ -14,7 +14,8 @@ values, and W the module's weight:
     embeddings    the block                        D, W
 
 The gradient of a tied head waits for that of the embeddings. A compact layer also expands W, in backward a second time,
-and then keeps the gradient of its active weights alone. BERT's blocks have the same moments, its norms elsewhere.
+and then keeps the gradient of its active weights alone. With recomputation only the block in hand is whole. BERT's
+blocks have the same moments, its norms elsewhere.
 """
 
 from __future__ import annotations
@@ -105,9 +106,7 @@ class _Backward:
 
     def _block(self, name: str, saved: int) -> Iterator[Moment]:
         d, f, a = self.stream, self.inner, self.heads
-        whole = saved - self.each + self.block
-        if self.s.recompute:
-            whole += self.stream  # the input, next to what is computed from it again
+        whole = saved - self.each + self.block  # recomputed from the input that was kept
         down, up, proj, qkv = (f"{name}.{m}" for m in ("mlp.down", "mlp.up", "attention.proj", "attention.qkv"))
         yield self._moment(whole, d + f + self._dense(f"{down}.weight"), down)
         yield self._moment(whole - 2 * f, 2 * d + f + self._dense(f"{up}.weight"), up, f"{name}.ln_2")
