@@ -9,8 +9,8 @@ runs in a network namespace of its own. The namespaces are joined by a link whos
 (Gbit/s; 0 is no limit), and the bytes are those that a rank's interface has sent and received in a step. "optimizer" is
 the time of DeepSpeed's step without communication: gradient norm, clipping, masking, update and casts. "states" are the
 optimizer's states and the weights that it updates; "held" is how much the resident memory of a rank grows from before
-the model is built to after its first step. All attention is dense. Sequences are short, so that the network and the optimizer
-matter as much as they do with many ranks; a rank has one thread. Ranges are the middle half of the steps.
+the model is built to after its first step. All attention is dense. Sequences are short, so that the network and the
+optimizer matter as much as they do with many ranks; a rank has one thread. Ranges are the middle half of the steps.
 
 Linux, root and iproute2 are required, because the command creates network namespaces.
 """
