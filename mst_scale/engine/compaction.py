@@ -56,10 +56,12 @@ def make_compact(
     """
     if experiment.mst.compute.compact == "off" or experiment.mst.stays_dense:
         return parameters
-    reason = _why_dense(experiment, optimizer, model, others)
+    reason = _why_dense_here(optimizer, model, others) or why_not_compact(experiment)
     if reason is None:
         targets = choose_targets(model, experiment.mst.targets)
         reason = next((why for name, p in targets.items() if (why := _why_layer_stays(model, name, p))), None)
+    if reason is not None and experiment.trains is not None:
+        return parameters  # of a run whose storage changes: it has said when
     if reason is not None:
         logger.info("mst.compute.compact: inactive weights are kept as zeros, because %s", reason)
         return parameters
@@ -72,15 +74,15 @@ def make_compact(
     return _replaced(parameters, made)
 
 
-def _why_dense(experiment: Experiment, optimizer: Any, model: nn.Module, others: dict[str, Any]) -> str | None:
-    """What in the arguments or in the config keeps a run dense."""
+def _why_dense_here(optimizer: Any, model: nn.Module, others: dict[str, Any]) -> str | None:
+    """What in the arguments keeps a run dense."""
     cases = {
         "the optimizer is an object that has the dense weights": isinstance(optimizer, torch.optim.Optimizer),
         "the optimizer is not the config's Adam or AdamW": optimizer is not None,
         "the model is a pipeline": isinstance(model, PipelineModule),
         "the mpu is not a Mesh that cuts sequences alone": not _cuts_sequences_alone(others.get("mpu")),
     }
-    return next((reason for reason, applies in cases.items() if applies), None) or why_not_compact(experiment)
+    return next((reason for reason, applies in cases.items() if applies), None)
 
 
 def _cuts_sequences_alone(mpu: Any) -> bool:
@@ -121,7 +123,8 @@ def _convert(model: Any, experiment: Experiment, targets: dict[str, nn.Parameter
     mst = experiment.mst
     seed = experiment.training.seed if mst.seed is None else mst.seed
     shapes: Any = [shape_of(p) for p in targets.values()]
-    counts = active_counts(shapes, experiment.schedule.at(0).sparsity, mst.sparsity.distribution)
+    (sparsity,) = experiment.sparsities
+    counts = active_counts(shapes, sparsity, mst.sparsity.distribution)
     made: dict[int, nn.Parameter] = {}
     for (name, parameter), shape, count in zip(targets.items(), shapes, counts, strict=True):
         index = CompactIndex(name, tuple(shape), first_positions(name, tuple(shape), count, seed))
