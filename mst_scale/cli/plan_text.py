@@ -75,9 +75,10 @@ def _conclusion(plan: Plan) -> str:
             f"  {more / 1e12:,.3g} TFLOPs more per step over all GPUs (Newton-Schulz)"
         )
     storage = plan.storage
-    if storage["compact"]:
-        stored = f"{storage['parameters_per_rank'] / 1e9:.3g} B values for ZeRO to partition"
-        lines.append(_wrap(f"compact storage: {stored}, and on every GPU the index of the active weights"))
+    if storage["compact_phases"]:
+        lines.append(
+            _wrap(f"compact storage in the phases {', '.join(storage['compact_phases'])}, if pretrain runs it")
+        )
     elif plan.experiment.mst.compute.compact == "auto" and plan.sparse_parameters:
         lines.append(f"dense storage of sparse layers: {storage['why_dense']}")
     if plan.given.sizes == s.sizes and plan.given != s:
@@ -194,7 +195,7 @@ def _sides(plan: Plan) -> str:
 def _topology(plan: Plan) -> str:
     t = plan.topology
     if t is None:
-        return "the traffic of topology steps is not planned for compact storage" if plan.storage["compact"] else ""
+        return "the traffic of topology steps is not planned for compact storage" if plan.sparsest.compact else ""
     rows = [
         ["ranks", *(f"{ranks:,}" for ranks in t.seconds)],
         ["time", *(_duration(seconds) for seconds in t.seconds.values())],

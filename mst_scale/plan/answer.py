@@ -30,7 +30,7 @@ from mst_scale.plan.recommend import (
     with_offload,
 )
 from mst_scale.plan.roofline import skips_anything, validate_backend
-from mst_scale.plan.setting import Setting, ends, held, parameters, setting_of, sparse_parameters
+from mst_scale.plan.setting import Setting, parameters, setting_of, sparse_parameters
 from mst_scale.plan.step_time import Phase, Seconds, Side, by_side, phases, sent_bytes
 from mst_scale.plan.topology import TopologyStep, topology_step
 from mst_scale.plan.traffic import traffic
@@ -94,11 +94,10 @@ class Plan:
 
     @property
     def storage(self) -> dict[str, Any]:
-        """Whether sparse layers store their active weights alone, or why not, and the parameters that a rank holds."""
-        s = self.setting
-        stored = max(sum(p.numel for p in held(self.experiment.model, s, stage)) for stage in ends(s))
+        """The phases whose sparse layers store their active weights alone, or what keeps all of them dense."""
+        s, found = self.setting, [phase.name for phase in self.phases if phase.compact]
         why = why_method_not_compact(self.experiment) or why_layout_not_compact(s.sizes, s.offload_parameters)
-        return {"compact": s.compacted is not None, "parameters_per_rank": stored, "why_dense": why}
+        return {"compact_phases": found, "why_dense": None if found else why}
 
     @property
     def sparsest(self) -> Phase:
@@ -238,6 +237,8 @@ def plan(
     why = not_proposed(recommended, rows, own)
     if shareable is not experiment:
         why.append(f"data {gpus:,} cannot share {own.batch:,} sequences, so some of the GPUs have to share the model")
+    found_phases = phases(experiment, planned.seconds, s, machine)
+    sparsest = max(found_phases, key=lambda phase: phase.sparsity)
     micro, sizes_given = experiment.deepspeed.get(BATCH_KEYS[1]), sizes_of(experiment.deepspeed)
     return Plan(
         experiment=experiment,
@@ -251,9 +252,9 @@ def plan(
         best=best_masks(experiment, s, recommended.setting, machine),
         layouts=rows,
         why=why,
-        phases=phases(experiment, planned.seconds, s, machine),
+        phases=found_phases,
         sides=by_side(experiment, s, machine),
-        topology=None if s.compacted else topology_step(experiment, s, machine),
+        topology=None if sparsest.compact else topology_step(experiment, s, machine),
     )
 
 

@@ -15,6 +15,7 @@ With `mst.compute.compact`, a sparse parameter is a vector of its K active weigh
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from typing import Any
@@ -22,7 +23,7 @@ from typing import Any
 from mst_scale.comm import ParallelDims
 from mst_scale.config import Experiment, ModelConfig, TargetsConfig
 from mst_scale.config.check import batch_shape
-from mst_scale.config.compact import why_layout_not_compact, why_method_not_compact
+from mst_scale.config.compact import stretches, why_layout_not_compact, why_method_not_compact
 from mst_scale.config.parallel import sizes_of
 from mst_scale.config.support import precision_of
 from mst_scale.errors import UserError
@@ -167,11 +168,27 @@ def setting_of(experiment: Experiment, ranks: int) -> Setting:
 
 
 def compact_of(experiment: Experiment) -> Compact | None:
-    """Return what stores its active weights alone if the layout allows it too."""
+    """Return what an engine stores as active weights alone, if the layout allows it too; None if nothing."""
     if why_method_not_compact(experiment) is not None:
         return None
-    t, sparsity = experiment.mst.targets, experiment.schedule.at(0).sparsity
+    t, (sparsity,) = experiment.mst.targets, experiment.sparsities
     return Compact(tuple(t.include), tuple(t.exclude), t.lm_head, sparsity, experiment.mst.sparsity.distribution)
+
+
+def stretch_settings(experiment: Experiment, s: Setting) -> Callable[[int, int], Setting]:
+    """Return the function that gives the setting of the engine that trains the steps after `start` … `stop` - 1 steps.
+
+    A run whose sparsity changes has compact storage in some of them (`config.compact`), and dense storage elsewhere.
+    """
+    found = [
+        (one, replace(s, compact=compact_of(replace(experiment, trains=(one.first, one.last)))))
+        for one in stretches(experiment, why_method_not_compact)
+    ]
+
+    def of(start: int, stop: int) -> Setting:
+        return next((there for one, there in found if one.first <= start and stop <= one.last + 1), s)
+
+    return of
 
 
 def _offloads(zero: dict[str, Any], key: str) -> bool:

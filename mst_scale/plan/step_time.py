@@ -49,7 +49,7 @@ from mst_scale.plan.roofline import (
     skips,
     weight_gradient,
 )
-from mst_scale.plan.setting import Setting, Share, compact_of, ends, held, layers_of, partition, share
+from mst_scale.plan.setting import Setting, Share, compact_of, ends, held, layers_of, partition, share, stretch_settings
 from mst_scale.plan.traffic import Call, exchange, tied_ends, traffic
 
 OPTIMIZER_BYTES = 42  # per weight: gradient read for its norm, clipped, read; master and two moments read and written
@@ -273,7 +273,7 @@ class Phase:
     """A phase of the run: averages over its steps; FLOPs in the causal accounting, relative to dense.
 
     Memory is that of the GPU that needs the most, with what its libraries need (`Memory.needed`). Bytes are those that
-    a GPU sends in a step that is no topology step.
+    a GPU sends in a step that is no topology step. Of a phase that is partly compact, memory is that of dense storage.
     """
 
     name: str
@@ -282,19 +282,27 @@ class Phase:
     flops: float
     dense_seconds: float  # of a dense step
     expected_seconds: float  # of a step, by `sparse_seconds`
+    compact: bool  # whether sparse layers store their active weights alone
     memory_bytes: int
     sent_bytes: int
 
 
 def phases(experiment: Experiment, dense: Seconds, s: Setting, machine: Machine) -> list[Phase]:
     """Return the phases in order; their FLOPs are those of `flops.ledger.forecast`."""
-    whole = forecast(experiment)
+    whole, stored = forecast(experiment), stretch_settings(experiment, s)
     result = []
     for phase, (_, inside) in zip(whole.phases, groupby(stretches(experiment), lambda x: x.phase), strict=True):
         flops = phase.flops["causal"].total / whole.dense["causal"].total
-        expected = sum(x.steps * sparse_seconds(experiment, s, machine, x.density, x.pattern).total for x in inside)
-        needed = int(memory(experiment, s, topology_steps=phase.sparsity > 0).needed)
-        each = (dense.total, expected / phase.steps, needed, sum(sent_bytes(experiment.model, s).values()))
+        expected = sent = 0.0
+        used: dict[Setting, None] = {}
+        for x in inside:
+            there = stored(x.start, x.stop)
+            used[there] = None
+            expected += x.steps * sparse_seconds(experiment, there, machine, x.density, x.pattern).total
+            sent += x.steps * sum(sent_bytes(experiment.model, there).values())
+        needed = max(int(memory(experiment, one, topology_steps=phase.sparsity > 0).needed) for one in used)
+        compact = all(one.compacted is not None for one in used)
+        each = (dense.total, expected / phase.steps, compact, needed, round(sent / phase.steps))
         result.append(Phase(phase.name, phase.steps, phase.sparsity, flops, *each))
     return result
 
