@@ -40,7 +40,7 @@ from mst_scale.randomness import counter_hash
 from mst_scale.run_logging.observer import Observer
 from mst_scale.run_logging.progress import Starting, kind_of
 from mst_scale.run_logging.record import Record, compare_with_baseline, state_of
-from mst_scale.run_logging.run_file import DIVERGED, FINISHED, STOPPED, STORAGE
+from mst_scale.run_logging.run_file import DIVERGED, FINISHED, PAUSED, STOPPED, STORAGE
 
 MAX_FAILED_SAVES = 3  # in a row; then the run stops
 MARGIN = 0.05  # deviation from the target sparsity that rounding to whole weights, or blocks, cannot explain
@@ -64,9 +64,10 @@ class Run:
     Args:
         prepared: the run as `prepare` returns it.
         stop: asks the run to save and stop; None if nothing does.
+        stop_at: the step after which the run saves and stops before its end, or None.
     """
 
-    def __init__(self, prepared: Prepared, stop: StopRequest | None = None):
+    def __init__(self, prepared: Prepared, stop: StopRequest | None = None, stop_at: int | None = None):
         self.experiment, self.out, self.ranks = prepared.experiment, prepared.out, prepared.ranks
         self.batch, self.micro, self.accumulation = prepared.batch, prepared.micro, prepared.accumulation
         self.train, self.val, self.tasks = prepared.train, prepared.val, prepared.tasks
@@ -79,7 +80,7 @@ class Run:
         self.peak = peak_learning_rate(self.experiment.deepspeed)
         self.checkpoints = self.out / "checkpoints"
         self.device = next(self.engine.module.parameters()).device
-        self.stop = stop
+        self.stop, self.stop_at = stop, stop_at
         self.nonfinite = self.failed_saves = 0
         self.save_seconds: float | None = None  # of a save since the last row of the metrics
         self.step = prepared.progress.step
@@ -159,9 +160,10 @@ class Run:
             self._log(loss, evaluates)
         self.observer.after(self.step, self.step * self.batch)
         changes = not last and self._storage_changes()
-        if (saves or stop or changes) and not self.nonfinite:
+        pauses = not last and self.pauses and not self.nonfinite
+        if (saves or stop or changes or pauses) and not self.nonfinite:
             self.record.close()
-            self._save(final=stop or last or changes, universal=changes)
+            self._save(final=stop or last or changes or pauses, universal=changes)
         if self.nonfinite and (stop or last or changes):
             self._raise_if_nonfinite()
         if stop and not last:
@@ -170,8 +172,23 @@ class Run:
                 comm.tell_launcher("MST_STOPPED")
             self.record.say(f"asked to stop: step {self.step} is saved; run the same command again to continue")
             raise SystemExit(0)
+        if pauses:
+            self.pause()
         if changes:
             self._start_again()
+
+    @property
+    def pauses(self) -> bool:
+        """Whether the run has come to the step at which it is to stop."""
+        return self.stop_at is not None and self.step >= self.stop_at
+
+    def pause(self) -> NoReturn:
+        """End this start, whose last step is saved."""
+        if self.run_file is not None:
+            self.run_file.ended(PAUSED, self.step)
+        self.record.say(f"step {self.step} is saved, and the run stops here (--stop-at {self.stop_at})")
+        self.ranks.leave()
+        raise SystemExit(0)
 
     def _storage_changes(self) -> bool:
         """Return whether the next step is trained with another storage than this engine's.
@@ -388,9 +405,12 @@ def train(args: argparse.Namespace, experiment: Experiment, out: Path, ranks: Ra
     sizes = ranks.agree(lambda: sizes_of(experiment.deepspeed))
     replicas = resume.initial_replicas(out, ranks, sizes)
     fitted = ranks.agree(lambda: shortened(experiment, replicas))
-    run = Run(prepare(fitted, out, ranks, args.resume, args.branch_decay_from, begins=starting.begins), stop)
+    prepared = prepare(fitted, out, ranks, args.resume, args.branch_decay_from, begins=starting.begins)
+    run = Run(prepared, stop, args.stop_at)
     begun, first = time.monotonic(), run.step
     try:
+        if run.pauses and first < run.training.steps:
+            run.pause()
         if first < run.training.steps:
             starting.begins("first step")
             run.advance()
