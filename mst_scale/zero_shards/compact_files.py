@@ -23,7 +23,8 @@ from torch import Tensor
 
 from mst_scale.errors import Damaged
 from mst_scale.mixed_growing import packed_bits
-from mst_scale.zero_shards.compact_index import CompactIndex, stored_length
+from mst_scale.mixed_growing.distribution import stored_length
+from mst_scale.zero_shards.compact_index import CompactIndex
 
 FOLDER, NAME, FORMAT = "mst", "compact.safetensors", "mst_scale compact 1"
 
