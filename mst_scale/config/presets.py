@@ -28,13 +28,19 @@ MODELS: dict[str, dict[str, Any]] = {
 # ends with dense attention, while "mst-lean" always has sparse attention and sparse weights almost throughout.
 # "mst-channels" is "mst-lean" with whole channels, which saves time on any device. "mst-small" ends sparse, for models
 # whose inference cost matters: 80 % from the first step to the last, with dense attention.
+#
+# The sparse phase of "mst-best" ends after at most 20 tokens per parameter. Its runs beat dense training of all sizes
+# with the whole 95 % interval above 1 after sparse phases of 17, 21 and 24 tokens per parameter (runs of 20 and 25 at
+# 0.12 M parameters, of 28 at 0.22 M); from 28 on the interval includes 1, and after 86 it lies below 1 at 0.17 M
+# (benchmarks/studies/overview.md, causal FLOPs). Runs of up to 23 tokens per parameter have the phases that they had.
+SPARSE_TOKENS = 20.0
 RECIPES: dict[str, dict[str, Any]] = {
     "paper": {"mst": {"method": "mst"}, "training": {"lr_schedule": "cosine"}},
     "mst-wsd": {"mst": {"method": "mst"}, "training": {"lr_schedule": "wsd"}},
     "mst-best": {
         "mst": {
             "method": "mst",
-            "sparsity": {"max": 0.8},
+            "sparsity": {"max": 0.8, "sparse_tokens": SPARSE_TOKENS},
             "topology": {"random_ratio": 1.0, "grown_moments": "active_mean"},
             "attention": {"stride": 0.25},
         },

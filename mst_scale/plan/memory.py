@@ -148,7 +148,7 @@ def _masks_and_topology_step(experiment: Experiment, s: Setting, found: Sequence
     shares = [(p.numel, p.numel if s.stage == 0 else -(-p.numel // s.shards)) for p in masked]
     dense_gradients = FP32 * sum(share for _, share in shares)
     lists = LISTED_BYTES * sum(share if numel <= LISTED_WHOLE else int(LISTED * share) for numel, share in shares)
-    starts_sparse = mst.schedule(experiment.training.steps).at(0).sparsity > 0
+    starts_sparse = experiment.schedule.at(0).sparsity > 0
     bits = 1 + (mst.topology.track_coverage and starts_sparse)
     return bits * sum(-(-share // 8) for _, share in shares), dense_gradients + lists
 

@@ -124,6 +124,7 @@ def prepare(
     if source is not None:
         fitted = ranks.agree(lambda: resume.with_batch_of(experiment, source, replicas))
     batch, micro, accumulation = ranks.agree(lambda: batch_shape(fitted.deepspeed, replicas))
+    fitted = fitted.with_batch(batch)
     mesh = ranks.agree(lambda: Mesh(sizes)) if sizes.model > 1 else None
     ranks.agree(lambda: validation.validate(fitted, ranks.world_size, mesh))
     ledger = Ledger(fitted.model, batch, optimizer_flops(fitted.model, fitted.deepspeed))

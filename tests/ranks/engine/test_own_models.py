@@ -47,6 +47,34 @@ def train_hugging_face(rank, world):
     return engine.mst.masks.names, losses, sparsities
 
 
+def token_limits(rank, world):
+    """Where the sparse phase ends, in loops whose model the config does not describe."""
+
+    def ends(own, **more):
+        config = deepspeed_config(2, world) | {"training": {"steps": 400}, **more}
+        config["mst"] = {"method": "mst", "sparsity": {"max": 0.5, "sparse_tokens": 0.5}, "topology": {"interval": 2}}
+        engine, *_ = mst_scale.initialize(model=own, config=config)
+        sparsity = engine.mst.experiment.mst.sparsity
+        assert sparsity.sparse_tokens is None, "durations have taken its place"
+        return engine.mst.schedule.sparse_until, engine.train_batch_size()
+
+    model = hugging_face()
+    size = sum(p.numel() for p in model.parameters())
+    gpt2 = ends(model)
+    stated = ends(hugging_face(), model={"seq_length": 8})
+    unknown = ends(toy())
+    return size, gpt2, stated, unknown
+
+
+def test_a_sparse_phase_in_tokens_counts_the_parameters_and_sequences_of_the_users_model():
+    for size, (gpt2, batch), (stated, _), (unknown, _) in pool.run(token_limits, 2):
+        assert gpt2 == pytest.approx(0.5 * size / (batch * 16), abs=0.6), "n_positions of the transformers model"
+        assert stated == pytest.approx(0.5 * size / (batch * 8), abs=0.6), (
+            "the config's own model.seq_length takes precedence"
+        )
+        assert unknown == round(400 * 12 / 14), "no limit: the length of its sequences is not known"
+
+
 def test_a_hugging_face_gpt2_trains_sparsely():
     for names, losses, sparsities in pool.run(train_hugging_face, 2):
         assert names == [

@@ -15,6 +15,10 @@ from tests.support.whole_runs import MST, arguments, attempt, weights, without_t
 WSD = {"lr_schedule": "wsd", "warmup": 2, "decay": 4, "steps": 12}
 
 
+# 6.1 steps: a step reads 256 tokens, and the model has 4,608 weights
+IN_TOKENS = {**MST, "sparsity": {"max": 0.8, "sparse_tokens": 0.34, "stages": 2}}
+
+
 def spoken(rank: int, world: int, argv: list[str]) -> tuple[int, str, list[str]]:
     """`attempt`, with the lines that the run says beside its progress."""
     said: list[str] = []
@@ -35,7 +39,9 @@ def same(ours: Path, theirs: Path, tag: str) -> bool:
     return mine.keys() == others.keys() and all(torch.equal(mine[name], others[name]) for name in mine)
 
 
-@pytest.mark.parametrize(("mst", "decay", "from_step"), [(IN_STEPS, 4, 8), ({"method": "dense"}, 0, 12)])
+@pytest.mark.parametrize(
+    ("mst", "decay", "from_step"), [(IN_STEPS, 4, 8), (IN_TOKENS, 4, 8), ({"method": "dense"}, 0, 12)]
+)
 def test_a_lengthened_run_is_the_longer_one(tmp_path, mst, decay, from_step):
     blocks = {"mst": mst, "training": {**WSD, "decay": decay, "eval_every": 4}}
     out, whole = tmp_path / "out", tmp_path / "whole"
