@@ -1,4 +1,4 @@
-"""Turns a checkpoint of compact storage into the dense form, which every layout and both storages continue from.
+"""Turns a checkpoint into the dense form, which every layout and both storages continue from.
 
 DeepSpeed's files of such a checkpoint hold the values of active weights alone. The dense form is DeepSpeed's universal
 layout (`zero_shards.universal`): one file per parameter with its whole matrix, and one per optimizer state.
@@ -41,7 +41,7 @@ def make_dense(checkpoint: Path) -> dict[str, Any]:
         raise
     for path in checkpoint.glob("*.pt"):
         path.unlink()
-    (checkpoint / mask_files.FOLDER / compact_files.NAME).unlink()
+    (checkpoint / mask_files.FOLDER / compact_files.NAME).unlink(missing_ok=True)  # of compact storage
     for path in draft.iterdir():
         path.rename(checkpoint / path.name)
     draft.rmdir()

@@ -321,6 +321,14 @@ class Experiment:
     training: TrainingConfig
     mst: MSTConfig
     deepspeed: dict[str, Any]
+    trains: tuple[int, int] | None = None
+    """The finished steps with which an engine begins and ends, if it does not train the whole run."""
+
+    @property
+    def sparsities(self) -> set[float]:
+        """The sparsities of the steps that an engine trains."""
+        first, last = self.trains or (0, self.training.steps)
+        return {one.sparsity for one in self.schedule.segments() if one.start <= last and one.stop > first}
 
     @property
     def eval_seed(self) -> int:

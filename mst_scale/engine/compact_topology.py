@@ -75,7 +75,7 @@ class CompactTopology(Topology):
 
     store: zero_shards.CompactStore
 
-    def __init__(self, *args: Any, **named: Any):
+    def __init__(self, *args: Any, sparsity: float, **named: Any):
         super().__init__(*args, **named)
         self.dense_gradients: dict[int, Tensor] = {}
         """Means over ranks, of this rank's slices and of the micro-batches so far."""
@@ -84,7 +84,7 @@ class CompactTopology(Topology):
         for i, (index, parameter) in enumerate(zip(self.store.index, self.store.parameters, strict=True)):
             if index is not None and parameter.requires_grad:
                 parameter.register_hook(functools.partial(self._reduce_dense_gradient, i))
-        asked = self.counts(self.state.schedule.at(int(self.engine.global_steps)).sparsity)
+        asked = self.counts(sparsity)
         for mask, count, index in zip(self._masks, asked, self.store.index, strict=True):
             assert index is None or index.count == count, f"{mask.name}: {index.count} values for {count} weights"
 

@@ -58,10 +58,12 @@ def make_compact(
     """
     if experiment.mst.compute.compact == "off" or experiment.mst.stays_dense:
         return parameters
-    reason = _why_dense(experiment, optimizer, model, others)
+    reason = _why_dense_here(optimizer, model, others) or why_dense(experiment)
     if reason is None:
         targets = choose_targets(model, experiment.mst.targets)
         reason = next((why for name, p in targets.items() if (why := _why_layer_stays(model, name, p))), None)
+    if reason is not None and experiment.trains is not None:
+        return parameters  # of a run whose storage changes: it has said when
     if reason is not None:
         logger.info("mst.compute.compact: inactive weights are kept as zeros, because %s", reason)
         return parameters
@@ -74,11 +76,11 @@ def make_compact(
     return _replaced(parameters, made)
 
 
-def _why_dense(experiment: Experiment, optimizer: Any, model: nn.Module, others: dict[str, Any]) -> str | None:
-    """What in the config or in the arguments keeps a run dense."""
+def why_dense(experiment: Experiment) -> str | None:
+    """Return what in the config keeps the layers dense in the steps that an engine trains; None if nothing does."""
     mst, config = experiment.mst, experiment.deepspeed
-    topology, sizes = mst.topology, sizes_of(config)
-    sparsities = {segment.sparsity for segment in experiment.schedule.segments()}
+    topology, sizes, sparsities = mst.topology, sizes_of(config), experiment.sparsities
+    first = 0 if experiment.trains is None else experiment.trains[0]
     kind = str(config.get("optimizer", {}).get("type", "")).lower()
     offload = config.get("zero_optimization", {}).get("offload_param", {})
     cases = {
@@ -89,14 +91,22 @@ def _why_dense(experiment: Experiment, optimizer: Any, model: nn.Module, others:
         f"policy {topology.policy} reads momentum of inactive weights": "momentum" in topology.chosen.reads,
         f"mst.compute.backend {mst.compute.backend} reads a matrix": mst.compute.backend == "block",
         "mst.topology.rezero asks for zeros": topology.rezero,
-        "mst.sparsity.initial = magnitude reads the weights first": mst.sparsity.initial != "random",
+        "mst.sparsity.initial = magnitude reads the weights first": mst.sparsity.initial != "random" and first == 0,
         "it is not tested in fp16": precision_of(config) == "fp16",
-        "the optimizer is an object that has the dense weights": isinstance(optimizer, torch.optim.Optimizer),
-        "the optimizer is not the config's Adam or AdamW": optimizer is not None or kind not in ADAM,
-        "the model is a pipeline": isinstance(model, PipelineModule),
+        "the optimizer is not the config's Adam or AdamW": kind not in ADAM,
         "layers are cut over ranks": max(sizes.tensor, sizes.pipeline) > 1,
-        "the mpu is not a Mesh that cuts sequences alone": not _cuts_sequences_alone(others.get("mpu")),
         "it is not tested with offload_param": offload.get("device", "none") not in ("none", None),
+    }
+    return next((reason for reason, applies in cases.items() if applies), None)
+
+
+def _why_dense_here(optimizer: Any, model: nn.Module, others: dict[str, Any]) -> str | None:
+    """What in the arguments keeps a run dense."""
+    cases = {
+        "the optimizer is an object that has the dense weights": isinstance(optimizer, torch.optim.Optimizer),
+        "the optimizer is not the config's Adam or AdamW": optimizer is not None,
+        "the model is a pipeline": isinstance(model, PipelineModule),
+        "the mpu is not a Mesh that cuts sequences alone": not _cuts_sequences_alone(others.get("mpu")),
     }
     return next((reason for reason, applies in cases.items() if applies), None)
 
@@ -139,7 +149,8 @@ def _convert(model: Any, experiment: Experiment, targets: dict[str, nn.Parameter
     mst = experiment.mst
     seed = experiment.training.seed if mst.seed is None else mst.seed
     shapes: Any = [shape_of(p) for p in targets.values()]
-    counts = active_counts(shapes, experiment.schedule.at(0).sparsity, mst.sparsity.distribution)
+    (sparsity,) = experiment.sparsities
+    counts = active_counts(shapes, sparsity, mst.sparsity.distribution)
     made: dict[int, nn.Parameter] = {}
     for (name, parameter), shape, count in zip(targets.items(), shapes, counts, strict=True):
         index = CompactIndex(name, tuple(shape), first_positions(name, tuple(shape), count, seed))

@@ -28,6 +28,7 @@ One optimizer step, with what is added to DeepSpeed's own marked by *:
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, replace
@@ -143,7 +144,8 @@ class SparseTraining:
         )
         shapes = stages.joined({s.name: elements.grid_shape(s.shape) for s in self.store.slices})
         compact = isinstance(self.store, zero_shards.CompactStore)
-        self.topology = (CompactTopology if compact else Topology)(
+        make = functools.partial(CompactTopology, sparsity=max(self.experiment.sparsities)) if compact else Topology
+        self.topology = make(
             engine, topology, self.state, self.store,
             elements=elements, shapes=shapes, distribution=mst.sparsity.distribution, revival=self.units,
             criteria=AsStored() if self.functions is None else self.functions, plan_revival=self._plan_revival,

@@ -42,7 +42,7 @@ from mst_scale.flops.ledger import Ledger
 from mst_scale.hugging_face import start_from
 from mst_scale.models import build
 from mst_scale.models.gpt import GPT
-from mst_scale.pretrain import resume, schedules, validation
+from mst_scale.pretrain import resume, schedules, storage, validation
 from mst_scale.pretrain.schedules import MASKED
 from mst_scale.randomness import counter_hash
 from mst_scale.run_logging import run_file
@@ -90,6 +90,10 @@ class Prepared:
     """Rollbacks by earlier starts of this run."""
     run_file: RunFile | None
     """On the first rank."""
+    stretches: list[storage.Stretch]
+    """The steps that are trained with compact storage, if that changes in the run …"""
+    stretch: storage.Stretch | None
+    """… and those of this engine; None if it is dense."""
 
 
 def prepare(
@@ -128,7 +132,10 @@ def prepare(
     mesh = ranks.agree(lambda: Mesh(sizes)) if sizes.model > 1 else None
     ranks.agree(lambda: validation.validate(fitted, ranks.world_size, mesh))
     ledger = Ledger(fitted.model, batch, optimizer_flops(fitted.model, fitted.deepspeed))
-    loadable = None if source is None else resume.find_loadable(source, ranks, fitted.deepspeed)
+    stretches = ranks.agree(lambda: storage.compact_stretches(fitted))
+    stretch = None if source is None else ranks.on_first(lambda: storage.stretch_of(stretches, source))
+    if source is None:
+        stretch = storage.stretch_after(stretches, 0, 0)
     begins("corpus", f" {fitted.data.dir or fitted.data.source or ''}")
     folder = ranks.on_first(lambda: prepare_corpus(fitted.data), long=True)
 
@@ -150,7 +157,12 @@ def prepare(
     begins("model and engine", f" ({fitted.model.weights:,} weights)")
     saved = None if source is None else ranks.on_first(lambda: (store.head(source) or {}).get("optimizer"))
     chosen = ranks.agree(lambda: validation.choose_adam(fitted, source is None, saved))
+    if stretches:
+        logger.info("%s", storage.describe(stretches))
+        chosen = storage.of_stretch(chosen, stretch)
     engine = ranks.agree(lambda: _build_engine(chosen, out, weights, mesh))
+    compact = bool(zero_shards.indexes_of(engine.module))
+    loadable = None if source is None else resume.find_loadable(source, ranks, fitted.deepspeed, compact)
     if source is not None:
         ranks.agree(lambda: validation.validate_same_adam(saved, zero_shards.adam_of(engine), source))
     text, engine.mst.record.corpus = ranks.on_first(lambda: (identity(folder), fingerprint(folder)))
@@ -169,7 +181,7 @@ def prepare(
         file.happened("resumed with changes", changes=engine.mst.record.changes)
     return Prepared(
         fitted, out, ranks, batch, micro, accumulation,
-        train, val, tasks, engine, mesh, ledger, progress, len(rollbacks), file,
+        train, val, tasks, engine, mesh, ledger, progress, len(rollbacks), file, stretches, stretch,
     )  # fmt: skip
 
 

@@ -17,6 +17,7 @@ from typing import Any
 from mst_scale.checkpoints import store
 from mst_scale.checkpoints.store import MANIFEST, UNIVERSAL
 from mst_scale.comm import ParallelDims, Ranks, logger
+from mst_scale.comm.start_again import COUNT
 from mst_scale.config import Experiment, read_saved, to_dict
 from mst_scale.config.changes import result_keys
 from mst_scale.config.check import BATCH_KEYS, batch_shape, largest_micro
@@ -25,12 +26,12 @@ from mst_scale.config.support import precision_of, stage_of
 from mst_scale.errors import Damaged, UserError
 from mst_scale.run_logging import run_file
 
-# Environment variables in which shared.sh and Slurm count the earlier starts of this command.
-RESTARTS = ("MST_RESTART", "SLURM_RESTART_COUNT")
+# Environment variables in which launchers, Slurm and `comm.start_again` count the earlier starts of this command.
+RESTARTS = ("MST_RESTART", "SLURM_RESTART_COUNT", COUNT)
 
 
 def is_restart() -> bool:
-    """Return whether a launcher, or Slurm, has started this command before."""
+    """Return whether this command was started before: by a launcher, by Slurm, or by the run itself."""
     return any(os.environ.get(name, "0") not in ("", "0") for name in RESTARTS)
 
 
@@ -144,15 +145,16 @@ def _shape_of_run(out: Path, keys: Iterable[str]) -> dict[str, Any] | None:
     return {key: before["model"][key] for key in keys}
 
 
-def find_loadable(source: Path, ranks: Ranks, deepspeed: dict[str, Any]) -> tuple[Path, bool]:
+def find_loadable(source: Path, ranks: Ranks, deepspeed: dict[str, Any], compact: bool) -> tuple[Path, bool]:
     """Return the folder from which these ranks can load a checkpoint, and whether it is a universal copy.
 
-    The universal copy is created if it is needed and missing or damaged.
+    The universal copy is created if it is needed and missing or damaged. `compact` says whether layers store their
+    active weights alone here.
     """
     layout = store.layout(ranks.world_size, stage_of(deepspeed), sizes_of(deepspeed))
     if ranks.on_first(lambda: bool((store.head(source) or {}).get("universal"))):
         return source, True
-    mismatch = ranks.on_first(lambda: store.find_mismatch(source, layout))
+    mismatch = ranks.on_first(lambda: store.find_mismatch(source, layout) or _other_storage(source, compact))
     if mismatch is None:
         return source, False
     copy = source / UNIVERSAL
@@ -165,6 +167,15 @@ def find_loadable(source: Path, ranks: Ranks, deepspeed: dict[str, Any]) -> tupl
     seconds = ranks.on_first(lambda: _make_copy(source, mismatch), long=True)
     logger.info("created %s in %.1f s (mst reshape can do this in advance)", copy, seconds)
     return copy, True
+
+
+def _other_storage(source: Path, compact: bool) -> str | None:
+    from mst_scale.zero_shards.compact_files import file_of  # imports torch
+
+    if file_of(source).is_file() == compact:
+        return None
+    there, here = ("whole matrices", "active weights alone")[:: 1 if compact else -1]
+    return f"{source} stores {there}, and here layers store {here}"
 
 
 def _make_copy(source: Path, mismatch: str) -> float:

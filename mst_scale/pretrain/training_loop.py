@@ -21,6 +21,8 @@ from mst_scale import comm, zero_shards
 from mst_scale.checkpoints import store
 from mst_scale.checkpoints.dense_form import make_dense
 from mst_scale.comm import ParallelDims, Ranks, Verdict, logger
+from mst_scale.comm.launch import free_port
+from mst_scale.comm.start_again import StartAgain
 from mst_scale.config import Experiment
 from mst_scale.config.check import peak_learning_rate
 from mst_scale.config.parallel import sizes_of
@@ -30,7 +32,7 @@ from mst_scale.engine.targets import choose_targets
 from mst_scale.errors import DivergedError
 from mst_scale.flops.budgets import shortened
 from mst_scale.flops.ledger import uncounted_flops
-from mst_scale.pretrain import resume
+from mst_scale.pretrain import resume, storage
 from mst_scale.pretrain.batches import Share, Spikes, batch_number, functions_for
 from mst_scale.pretrain.prepare import Prepared, load_checkpoint, prepare
 from mst_scale.pretrain.schedules import describe_extension, learning_rate, set_groups
@@ -38,7 +40,7 @@ from mst_scale.randomness import counter_hash
 from mst_scale.run_logging.observer import Observer
 from mst_scale.run_logging.progress import Starting, kind_of
 from mst_scale.run_logging.record import Record, compare_with_baseline, state_of
-from mst_scale.run_logging.run_file import DIVERGED, FINISHED, STOPPED
+from mst_scale.run_logging.run_file import DIVERGED, FINISHED, STOPPED, STORAGE
 
 MAX_FAILED_SAVES = 3  # in a row; then the run stops
 MARGIN = 0.05  # deviation from the target sparsity that rounding to whole weights, or blocks, cannot explain
@@ -70,6 +72,7 @@ class Run:
         self.train, self.val, self.tasks = prepared.train, prepared.val, prepared.tasks
         self.engine, self.ledger, self.run_file = prepared.engine, prepared.ledger, prepared.run_file
         self.rollbacks, self.mesh = prepared.rollbacks, prepared.mesh
+        self.stretches, self.stretch = prepared.stretches, prepared.stretch
         self.share = Share.of(self.ranks, self.mesh)
         self.update, self.losses = functions_for(self.engine)
         self.training = self.experiment.training
@@ -155,10 +158,11 @@ class Run:
         if logs or evaluates:
             self._log(loss, evaluates)
         self.observer.after(self.step, self.step * self.batch)
-        if (saves or stop) and not self.nonfinite:
+        changes = not last and self._storage_changes()
+        if (saves or stop or changes) and not self.nonfinite:
             self.record.close()
-            self._save(final=stop or last)
-        if self.nonfinite and (stop or last):
+            self._save(final=stop or last or changes, universal=changes)
+        if self.nonfinite and (stop or last or changes):
             self._raise_if_nonfinite()
         if stop and not last:
             if self.run_file is not None:
@@ -166,6 +170,25 @@ class Run:
                 comm.tell_launcher("MST_STOPPED")
             self.record.say(f"asked to stop: step {self.step} is saved; run the same command again to continue")
             raise SystemExit(0)
+        if changes:
+            self._start_again()
+
+    def _storage_changes(self) -> bool:
+        """Return whether the next step is trained with another storage than this engine's.
+
+        A dense engine goes on while the loss is not finite; a compact one cannot.
+        """
+        found = storage.stretch_after(self.stretches, self.step, self.engine.mst.state.settled)
+        return found != self.stretch and (found is None or not self.nonfinite)
+
+    def _start_again(self) -> NoReturn:
+        """Continue in new processes, from the checkpoint that has just been saved."""
+        if self.run_file is not None:
+            self.run_file.ended(STORAGE, self.step)
+        self.record.say(f"step {self.step} is saved; the storage of weights changes, and the processes start again")
+        port = self.ranks.on_first(free_port)
+        self.ranks.leave()
+        raise StartAgain(port)
 
     def _find_step_to_undo(self, verdict: Verdict) -> int | None:
         """Return the step that a rollback must undo because of this loss, or None."""
@@ -190,13 +213,16 @@ class Run:
         """
         self.votes.drain()  # the vote of a step that is undone, too
         tag = store.newest(self.checkpoints, self.ranks, before=bad)
+        if tag is not None and not self._stores_alike(self.checkpoints / tag):
+            tag = None
         if tag is None:
             if self.nonfinite:
                 self._raise_if_nonfinite()
             self.record.say(f"there is no checkpoint before step {bad} to roll back to: the run continues")
             return False
         number, here = batch_number(bad - 1, self.skipped), self.step
-        loadable = resume.find_loadable(self.checkpoints / tag, self.ranks, self.experiment.deepspeed)
+        compact = bool(zero_shards.indexes_of(self.engine.module))
+        loadable = resume.find_loadable(self.checkpoints / tag, self.ranks, self.experiment.deepspeed, compact)
         progress = load_checkpoint(self.engine, self.ledger, self.out, self.ranks, loadable)
         self.step, self.record.layers = progress.step, progress.layers
         self.spikes = Spikes(self.training.spike, progress.losses)
@@ -212,6 +238,10 @@ class Run:
         self.observer.rewind(self.step)
         self.record.say(f"rolled back to step {self.step}; skipped: batch {', '.join(map(str, left_out))}")
         return True
+
+    def _stores_alike(self, checkpoint: Path) -> bool:
+        """Return whether the run continues from a checkpoint with the storage of this engine."""
+        return self.ranks.on_first(lambda: storage.stretch_of(self.stretches, checkpoint)) == self.stretch
 
     def _log(self, loss: torch.Tensor, evaluates: bool) -> None:
         row = {
@@ -304,8 +334,13 @@ class Run:
                 )
         self.ranks.fail(error)
 
-    def _save(self, final: bool) -> None:
-        """Save a checkpoint. If that fails before the end, the run continues and tries again when the next is due."""
+    def _save(self, final: bool, universal: bool = False) -> None:
+        """Save a checkpoint. If that fails before the end, the run continues and tries again when the next is due.
+
+        Args:
+            final: whether the run cannot go on without it.
+            universal: whether an engine with the other storage loads it next.
+        """
         state = {
             **self.ledger.state(),
             "losses": list(self.spikes.losses),
@@ -314,7 +349,7 @@ class Run:
         }
         keep = self.training.keep_checkpoints
         compact = bool(zero_shards.indexes_of(self.engine.module))
-        complete = make_dense if compact and self.training.checkpoint_form == "dense" else None
+        complete = make_dense if universal or (compact and self.training.checkpoint_form == "dense") else None
         try:
             self.save_seconds = store.save(
                 self.engine, self.checkpoints, self.ranks,

@@ -22,7 +22,7 @@ from mst_scale.checkpoints.store import write_if_possible
 PACKAGES = ("mst_scale", "torch", "deepspeed", "numpy", "safetensors", "triton", "mpi4py")
 SCHEDULERS = ("SLURM_JOB_ID", "SLURM_RESTART_COUNT", "MST_LAUNCHER", "MST_RESTART", "MST_START")
 # How a start ended, in run.json; a start that was killed or crashed has no such entry.
-FINISHED, STOPPED = "finished", "asked to stop"
+FINISHED, STOPPED, STORAGE = "finished", "asked to stop", "started again with another storage"
 DIVERGED = ("diverged", "diverged again at the same step")
 
 
