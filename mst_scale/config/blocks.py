@@ -352,15 +352,14 @@ class Experiment:
         return self.mst.attention_schedule(self.training.steps, self._steps_per_token)
 
     @property
-    def tokens_per_parameter(self) -> float:
-        """Tokens of the whole run per parameter; the batch is that of one rank if the config does not state it."""
-        step = global_batch(self.deepspeed, 1) * self.model.seq_length
-        return self.training.steps * step / self.model.weights
-
-    @property
     def _steps_per_token(self) -> float | None:
-        """The steps in which the run reads one token per parameter; None if the schedule does not depend on it."""
-        return self.training.steps / self.tokens_per_parameter if self.mst.sparsity.is_limited else None
+        """The steps in which the run reads one token per parameter; None if the schedule does not depend on it.
+
+        The batch is that of one rank if the config does not state it.
+        """
+        if not self.mst.sparsity.is_limited:
+            return None
+        return self.model.weights / (global_batch(self.deepspeed, 1) * self.model.seq_length)
 
     def with_batch(self, sequences: int) -> Experiment:
         """Return the experiment with its global batch stated if its schedule depends on it.

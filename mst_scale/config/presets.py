@@ -29,10 +29,10 @@ MODELS: dict[str, dict[str, Any]] = {
 # "mst-channels" is "mst-lean" with whole channels, which saves time on any device. "mst-small" ends sparse, for models
 # whose inference cost matters: 80 % from the first step to the last, with dense attention.
 #
-# The sparse phase of "mst-best" ends after at most 20 tokens per parameter. Its runs beat dense training of all sizes
-# with the whole 95 % interval above 1 after sparse phases of 17, 21 and 24 tokens per parameter (runs of 20 and 25 at
-# 0.12 M parameters, of 28 at 0.22 M); from 28 on the interval includes 1, and after 86 it lies below 1 at 0.17 M
-# (benchmarks/studies/overview.md, causal FLOPs). Runs of up to 23 tokens per parameter have the phases that they had.
+# The sparse phase of "mst-best" ends after at most 20 tokens per parameter. After sparse phases of 17 to 24 tokens per
+# parameter, its runs were better than dense training of all sizes at 0.12 and 0.22 M parameters, with whole intervals
+# above 1 (runs of 20, 25 and 28). After 28 at 0.26 M that is not established, and after 86 at 0.17 M dense training was
+# better (benchmarks/studies/gain-law.md, causal FLOPs). Runs of up to 23 tokens per parameter do not reach the limit.
 SPARSE_TOKENS = 20.0
 RECIPES: dict[str, dict[str, Any]] = {
     "paper": {"mst": {"method": "mst"}, "training": {"lr_schedule": "cosine"}},
