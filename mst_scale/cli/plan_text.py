@@ -233,7 +233,7 @@ def _times(speedup: float) -> str:
 
 
 def _wrap(sentence: str) -> str:
-    return "\n".join(textwrap.wrap(sentence, 98, subsequent_indent="  "))
+    return "\n".join(textwrap.wrap(sentence, 98, subsequent_indent="  ", break_on_hyphens=False))
 
 
 def _table(rows: list[list[str]]) -> list[str]:

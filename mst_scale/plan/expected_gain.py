@@ -108,9 +108,8 @@ class Expectation:
 
     def __str__(self) -> str:
         name = "this config" if self.recipe is None else self.recipe
-        of = (
-            f"{name} ({self.parameters / 1e6:,.2g} M parameters, {self.tokens_per_parameter:,.3g} tokens per parameter)"
-        )
+        size, length = f"{self.parameters / 1e6:.3g}", f"{self.tokens_per_parameter:.3g}"
+        of = f"{name} ({size} M parameters, {length} tokens per parameter)"
         if self.gain is None:
             return f"expected FLOP multiplier of {of}: {self.why} ({PAGE})"
         verdict = "" if self.gain.is_established else ", so a gain is not established"
