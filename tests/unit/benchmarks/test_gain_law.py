@@ -1,6 +1,8 @@
 """The law of `mst plan` and of every run's first line is what the committed records of the studies give."""
 
 import math
+import re
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -10,6 +12,8 @@ from mst_scale.benchmarks.studies.plan import FOLDER
 
 from mst_scale.flops.frontier import Multiplier
 from mst_scale.plan import expected_gain
+
+ROOT = Path(__file__).parents[3]
 
 
 @pytest.fixture(scope="module")
@@ -41,6 +45,26 @@ def test_the_page_is_that_of_the_records(tmp_path):
     for path in FOLDER.glob("*.runs.jsonl.gz"):
         (tmp_path / path.name).write_bytes(path.read_bytes())
     assert gain_law.written(tmp_path).read_text() == (FOLDER / "gain-law.md").read_text()
+
+
+def test_does_it_work_states_the_numbers_of_the_records_in_few_words():
+    """Its table has rows of gain-law.md, its law the same coefficients, and it stays a short page."""
+    text, page = (FOLDER / "gain-law.md").read_text(), (ROOT / "docs" / "does-it-work.md").read_text()
+    assert len(page.split()) <= 1_500
+    recorded = {}
+    for line in text.splitlines():
+        if line.startswith("| mst-"):
+            recipe, size, length, _, _, same, every, _ = (cell.strip() for cell in line.strip("|").split("|"))
+            recorded[size, length, f"`{recipe}`"] = (same, every)
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in page.splitlines() if "M | " in line]
+    assert len(rows) == 10
+    for size, length, recipe, same, every, verdict in rows:
+        of_record = recorded[size, length, recipe]
+        assert (same.replace("1.31 or more", "≥ 1.31"), every.replace("**", "")) == of_record
+        low, high = (float(end) for end in re.findall(r"\d\.\d\d", every)[1:])
+        assert verdict in ({"yes", "barely"} if low > 1 else {"no"} if high <= 1 else {"not established"})
+    (law,) = [line.strip() for line in text.splitlines() if line.startswith("    ln M")]
+    assert re.findall(r"[\d.]+", law) == re.findall(r"[\d.]+", page.partition("    ln M")[2].partition("\n")[0])
 
 
 def made(size, length, value, **interval):
