@@ -119,7 +119,7 @@ def initialize(
             config=experiment.deepspeed,
             **others,
         )
-    if own_loop:
+    if not isinstance(configs[0], Experiment):
         experiment = with_durations(experiment, configs[0], engine, weights)
     training = SparseTraining(engine, experiment, own_loop)
     public: MST = training

@@ -16,8 +16,6 @@ from mst_scale import zero_shards
 from mst_scale.comm import logger
 from mst_scale.config import Experiment, ModelConfig, states
 
-LENGTHS = ("n_positions", "max_position_embeddings")  # of a transformers model's config
-
 
 def with_durations(
     experiment: Experiment, config: dict[str, Any] | str | Path, engine: Any, weights: int | None
@@ -35,14 +33,18 @@ def with_durations(
     sparsity = experiment.mst.sparsity
     if not sparsity.is_limited:
         return experiment
-    model, steps = engine.module, experiment.training.steps
-    described = getattr(model, "config", None)
-    length = experiment.model.seq_length if states(config, "model", "seq_length") else _sequence_length(described)
-    size = described.weights if isinstance(described, ModelConfig) else weights
+    described, steps = getattr(engine.module, "config", None), experiment.training.steps
+    ours = described if isinstance(described, ModelConfig) else None
+    size = weights if ours is None else ours.weights
+    length = None if ours is None else ours.seq_length
+    if states(config, "model", "seq_length"):  # the positions of a transformers model are only a largest length
+        length = experiment.model.seq_length
     if length is None or size is None:
-        missing = "model.seq_length to the config" if length is None else "durations in steps, because the model is cut"
+        fix = '"model": {"seq_length": N}' if length is None else "durations in steps, because the model is cut,"
         logger.warning(
-            "mst.sparsity.sparse_tokens has no effect: tokens per parameter are not known in this loop; add %s", missing
+            "mst.sparsity.sparse_tokens has no effect: tokens per parameter are not known in this loop; add %s to the "
+            "config",
+            fix,
         )
         return unlimited(experiment)
     per_step = zero_shards.sequences_a_step(engine) * length
@@ -66,10 +68,3 @@ def whole_size(model: torch.nn.Module, is_part: bool) -> int | None:
     if is_part:
         return None
     return sum(int(getattr(p, "ds_numel", p.numel())) for p in model.parameters())
-
-
-def _sequence_length(described: Any) -> int | None:
-    if isinstance(described, ModelConfig):
-        return described.seq_length
-    found = (getattr(described, name, None) for name in LENGTHS)
-    return next((length for length in found if isinstance(length, int) and length > 0), None)

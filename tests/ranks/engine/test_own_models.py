@@ -10,8 +10,9 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import mst_scale
-from mst_scale.config import TargetsConfig
+from mst_scale.config import ModelConfig, TargetsConfig
 from mst_scale.engine.targets import choose_targets
+from mst_scale.models import GPT
 from tests.support import pool
 from tests.support.toys import deepspeed_config, toy, toy_batch
 
@@ -58,21 +59,17 @@ def token_limits(rank, world):
         assert sparsity.sparse_tokens is None, "durations have taken its place"
         return engine.mst.schedule.sparse_until, engine.train_batch_size()
 
-    model = hugging_face()
-    size = sum(p.numel() for p in model.parameters())
-    gpt2 = ends(model)
+    size = sum(p.numel() for p in hugging_face().parameters())
+    shape = ModelConfig(n_layer=1, n_head=2, n_embd=16, seq_length=16, vocab_size=64)
     stated = ends(hugging_face(), model={"seq_length": 8})
-    unknown = ends(toy())
-    return size, gpt2, stated, unknown
+    return size, stated, (ends(GPT(shape)), shape.weights), ends(hugging_face())
 
 
 def test_a_sparse_phase_in_tokens_counts_the_parameters_and_sequences_of_the_users_model():
-    for size, (gpt2, batch), (stated, _), (unknown, _) in pool.run(token_limits, 2):
-        assert gpt2 == pytest.approx(0.5 * size / (batch * 16), abs=0.6), "n_positions of the transformers model"
-        assert stated == pytest.approx(0.5 * size / (batch * 8), abs=0.6), (
-            "the config's own model.seq_length takes precedence"
-        )
-        assert unknown == round(400 * 12 / 14), "no limit: the length of its sequences is not known"
+    for size, (stated, batch), ((ours, _), weights), (unknown, _) in pool.run(token_limits, 2):
+        assert stated == pytest.approx(0.5 * size / (batch * 8), abs=0.6), "the config's model.seq_length"
+        assert ours == pytest.approx(0.5 * weights / (batch * 16), abs=0.6), "GPT of mst_scale knows both"
+        assert unknown == round(400 * 12 / 14), "no limit: the positions of the model are a largest length"
 
 
 def test_a_hugging_face_gpt2_trains_sparsely():
