@@ -9,8 +9,8 @@ runs in a network namespace of its own. The namespaces are joined by a link whos
 (Gbit/s; 0 is no limit), and the bytes are those that a rank's interface has sent and received in a step. "optimizer" is
 the time of DeepSpeed's step without communication: gradient norm, clipping, masking, update and casts. "states" are the
 optimizer's states and the weights that it updates; "held" is how much the resident memory of a rank grows from before
-the engine to after its first step. All attention is dense. Sequences are short, so that the network and the optimizer
-matter as much as they do with many ranks; a rank has one thread. Ranges are the middle half of the steps.
+the model is built to after its first step. All attention is dense. Sequences are short, so that the network and the
+optimizer matter as much as they do with many ranks; a rank has one thread. Ranges are the middle half of the steps.
 
 Linux, root and iproute2 are required, because the command creates network namespaces.
 """
@@ -87,10 +87,10 @@ def measure(stage: int, options: argparse.Namespace) -> dict[str, Row]:
     engines: dict[str, Any] = {}
     found: dict[str, Row] = {}
     for side in SIDES:
-        torch.manual_seed(0)
-        model = GPT(shape)
         memory.give_back()
         before = memory.held("cpu")
+        torch.manual_seed(0)
+        model = GPT(shape)
         engines[side] = mst_scale.initialize(model=model, config=config(side, stage, options))[0]
         del model
         _step(engines[side], tokens)

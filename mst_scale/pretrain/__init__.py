@@ -5,6 +5,7 @@ training_loop   the training loop
 prepare         prepares token files, initial weights, model, engine and checkpoint
 validation      early checks for what DeepSpeed, torch or the machine would reject later
 resume          selects the checkpoint from which a run continues, and its batch
+storage         the steps that are trained with compact storage
 schedules       the learning rate; extended runs, and branches that decay from another run's checkpoint
 batches         the micro-batches of a rank, one optimizer step of an engine, and loss spikes
 outcome         tells a launcher whether to restart the run

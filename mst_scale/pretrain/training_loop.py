@@ -176,7 +176,7 @@ class Run:
     def _storage_changes(self) -> bool:
         """Return whether the next step is trained with another storage than this engine's.
 
-        A dense engine goes on while the loss is not finite; a compact one cannot.
+        A dense engine continues while the loss is not finite; a compact one cannot.
         """
         found = storage.stretch_after(self.stretches, self.step, self.engine.mst.state.settled)
         return found != self.stretch and (found is None or not self.nonfinite)
@@ -338,7 +338,7 @@ class Run:
         """Save a checkpoint. If that fails before the end, the run continues and tries again when the next is due.
 
         Args:
-            final: whether the run cannot go on without it.
+            final: whether the run cannot continue without it.
             universal: whether an engine with the other storage loads it next.
         """
         state = {

@@ -18,7 +18,7 @@ class ComputeConfig:
     )
     compact: Literal["auto", "off"] = Field(
         default="off",
-        description="`auto` trains a run of constant sparsity as its active weights alone: optimizer states, gradients "
-        "and traffic shrink with the density ([compact.md](compact.md)). Where that is not possible, one log line says "
-        "why. `off` keeps inactive weights as zeros.",
+        description="`auto` trains long phases of one sparsity as their active weights alone: optimizer states, "
+        "gradients and traffic shrink with the density ([compact.md](compact.md)). Where that is not possible, one log "
+        "line says why. `off` keeps inactive weights as zeros.",
     )

@@ -3,6 +3,7 @@
 versions      which DeepSpeed and which torch
 half_types    bf16 and fp16: which of them this device trains in; the same on every CPU
 quick_start   what DeepSpeed's start can leave out
+cuda_architectures  TORCH_CUDA_ARCH_LIST as DeepSpeed can read it
 hooks         every change to a live engine, in one ordered list
 parameters    construction under ZeRO-3, filling what is cut up
 logical       what each parameter is of the logical model: its name, its shape, its rows and columns

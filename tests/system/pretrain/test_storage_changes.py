@@ -1,0 +1,131 @@
+"""A run of method mst whose sparse phase is trained compact: dense, compact and dense again, in new processes at the
+borders, ends bit for bit as the run of dense storage does."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import time
+
+import pytest
+import torch
+
+from mst_scale.checkpoints import store
+from mst_scale.zero_shards import compact_files
+from tests.support import tiny_run
+from tests.support.whole_runs import arguments, weights, without_times
+
+LAUNCHERS = {
+    "torchrun": ["torchrun", "--nproc_per_node", "2", "--master_port", "{port}", "-m", "mst_scale.pretrain"],
+    "deepspeed": ["deepspeed", "--num_accelerators", "2", "--master_port", "{port}", "--module", "mst_scale.pretrain"],
+    "python": ["python", "-m", "mst_scale.pretrain"],
+}
+STEPS = 120
+RUN = {
+    "mst": {
+        "method": "mst",
+        "sparsity": {"max": 0.8, "warmup": 10, "ultra": 70, "restore": 20},
+        "topology": {"interval": 5, "check_every": 3},
+        "attention": {"pattern": "strided", "stride": 8},
+        "compute": {"backend": "dense"},
+    },
+    "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "torch_adam": True}},
+    "gradient_clipping": 0,  # at ZeRO-1 and 2 dense storage sums its norm in float32
+    "training": {"steps": STEPS, "eval_every": 60, "save_every": 25, "keep_checkpoints": 20},
+}
+
+
+def begin(folder, out, launcher, compact, stage=1, *more):
+    command = [word.format(port=tiny_run.free_port()) for word in LAUNCHERS[launcher]]
+    sets = ["--set", f"mst.compute.compact={compact}", "--set", f"zero_optimization.stage={stage}"]
+    return subprocess.Popen(
+        [*command, *arguments(folder, out, *sets, *more, **RUN)],
+        env=tiny_run.environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        start_new_session=True,
+    )  # fmt: skip
+
+
+def end(process):
+    said, _ = process.communicate(timeout=300)
+    assert process.returncode == 0, said[-3000:]
+    return said
+
+
+def run(*how):
+    return end(begin(*how))
+
+
+def assert_same(one, other):
+    for here, there in zip(*(without_times(tiny_run.rows(out)) for out in (one, other)), strict=True):
+        assert here.pop("grad_norm") == pytest.approx(there.pop("grad_norm"), rel=1e-6)  # sums of float64 and float32
+        assert here == there
+    mine, theirs = (weights(out, store.tag_of(STEPS)) for out in (one, other))
+    assert mine.keys() == theirs.keys()
+    assert all(torch.equal(value, theirs[key]) for key, value in mine.items())
+
+
+@pytest.mark.parametrize(("launcher", "stage"), [
+    ("torchrun", 2),
+    pytest.param("deepspeed", 3, marks=pytest.mark.full),
+    pytest.param("python", 1, marks=pytest.mark.full),
+    pytest.param("torchrun", 0, marks=pytest.mark.full),
+])  # fmt: skip
+def test_a_run_ends_bit_for_bit_as_with_dense_storage(tmp_path, launcher, stage):
+    # with accumulation on several ranks, stages 0 and 1 add gradients up before they reduce them, and growth does not
+    batch = ("--set", "train_batch_size=4") if stage == 0 else ()
+    said = run(tmp_path, "compact", launcher, "auto", stage, *batch)
+    run(tmp_path, "dense", launcher, "off", stage, *batch)
+    assert_same(tmp_path / "compact", tmp_path / "dense")
+    starts = json.loads((tmp_path / "compact" / "run.json").read_text())["starts"]
+    borders = [start["from_step"] for start in starts]
+    assert len(borders) == 3 and borders[0] == 0 and borders[1] == 10 and 80 <= borders[2] < 100
+    assert [start["how"] for start in starts] == ["started again with another storage"] * 2 + ["finished"]
+    assert said.count("the processes start again\n") == 2
+    checkpoints = tmp_path / "compact" / "checkpoints"
+    assert (checkpoints / store.tag_of(10) / "zero").is_dir(), "both storages load it"
+    assert not list(checkpoints.glob("*/mst/compact.safetensors")), "the form is dense by default"
+
+
+@pytest.mark.full
+def test_killed_in_its_compact_steps_it_continues_compact(tmp_path):
+    process = begin(tmp_path, "killed", "torchrun", "auto", 2, "--set", "training.checkpoint_form=compact")
+    wait_for(tmp_path / "killed" / "checkpoints" / store.tag_of(50), process)
+    os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+    assert compact_files.file_of(tmp_path / "killed" / "checkpoints" / store.tag_of(50)).is_file()
+    run(tmp_path, "killed", "torchrun", "auto", 2, "--set", "training.checkpoint_form=compact")
+    run(tmp_path, "dense", "torchrun", "off", 2)
+    mine, theirs = (weights(tmp_path / out, store.tag_of(STEPS)) for out in ("killed", "dense"))
+    assert all(torch.equal(value, theirs[key]) for key, value in mine.items())
+
+
+@pytest.mark.full
+def test_a_checkpoint_of_dense_storage_continues_compact_and_the_reverse(tmp_path):
+    run(tmp_path, "dense", "python", "off")
+    shutil.copytree(tmp_path / "dense", tmp_path / "compact")
+    said = run(tmp_path, "compact", "python", "auto", 1, "--resume", store.tag_of(50))
+    assert "stores whole matrices, and here layers store active weights alone: creating a copy" in said
+    assert_same(tmp_path / "compact", tmp_path / "dense")
+    shutil.copytree(tmp_path / "compact", tmp_path / "again")
+    run(tmp_path, "again", "python", "off", 1, "--resume", store.tag_of(75))
+    assert_same(tmp_path / "again", tmp_path / "dense")
+
+
+@pytest.mark.full
+def test_a_run_that_is_asked_to_stop_at_a_border_continues_there(tmp_path):
+    """The signal may also come while a process is replaced; then the launcher ends the run, and it continues too."""
+    process = begin(tmp_path, "out", "python", "auto")
+    wait_for(tmp_path / "out" / "checkpoints" / store.tag_of(10), process)
+    process.send_signal(signal.SIGTERM)
+    process.communicate(timeout=120)
+    run(tmp_path, "out", "python", "auto")
+    run(tmp_path, "dense", "python", "off")
+    assert_same(tmp_path / "out", tmp_path / "dense")
+
+
+def wait_for(path, process):
+    deadline = time.monotonic() + 120
+    while not path.is_dir():
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.02)
