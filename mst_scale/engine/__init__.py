@@ -21,4 +21,5 @@ What they are made from:
 compaction        makes layers compact before DeepSpeed starts; compact_linear: how these compute
 targets           chooses the parameters that become sparse; adapters: those that never do
 sequences         gives the model its part of each sequence
+token_limit       turns a sparse phase in tokens per parameter into durations, in loops of users
 """

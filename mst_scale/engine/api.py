@@ -23,6 +23,7 @@ from mst_scale.config.support import check_supported, precision_of
 from mst_scale.engine.compaction import make_compact
 from mst_scale.engine.sequences import cut_sequences
 from mst_scale.engine.sparse_training import SparseTraining
+from mst_scale.engine.token_limit import unlimited, whole_size, with_durations
 from mst_scale.engine.types import MST, Engine
 from mst_scale.errors import UserError
 from mst_scale.hybrid_sparse_attention import SelfAttention
@@ -103,7 +104,12 @@ def initialize(
         complete_environment()  # a free port for a script that no launcher started: DeepSpeed would always take 29500
     own_loops.prepare()
     parameters = model.parameters() if model_parameters is None else model_parameters
-    parameters = make_compact(model, experiment, optimizer, parameters, others)
+    sizes = sizes_of(experiment.deepspeed)
+    cut = sizes.tensor > 1 and others.get("mpu") is not None  # AutoTP cuts later
+    weights = whole_size(model, is_part=cut or isinstance(model, deepspeed.PipelineModule))
+    own_loop = not isinstance(configs[0], Experiment)
+    described = unlimited(experiment) if own_loop else experiment
+    parameters = make_compact(model, described, optimizer, parameters, others)
     with announced(), zero_shards.asserted_of_cutting(model, sizes_of(experiment.deepspeed).tensor):
         engine, made, loader, scheduler = _deepspeeds_own(
             args,
@@ -113,7 +119,9 @@ def initialize(
             config=experiment.deepspeed,
             **others,
         )
-    training = SparseTraining(engine, experiment, own_loop=not isinstance(configs[0], Experiment))
+    if not isinstance(configs[0], Experiment):
+        experiment = with_durations(experiment, configs[0], engine, weights)
+    training = SparseTraining(engine, experiment, own_loop)
     public: MST = training
     engine.mst = public
     zero_shards.install(engine, training)
