@@ -43,6 +43,7 @@ from mst_scale.zero_shards.saving import (
     errors_after_saving,
     load_checkpoint,
     saved_classes,
+    why_blocking,
 )
 from mst_scale.zero_shards.step import (
     TORCH_FUSED,
@@ -127,5 +128,6 @@ __all__ = [
     "uses_muon",
     "watch_losses",
     "whole",
+    "why_blocking",
     "zero_stage",
 ]
