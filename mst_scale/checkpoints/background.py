@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 
 import mst_scale
 from mst_scale.checkpoints import store
-from mst_scale.checkpoints.writer import Job
+from mst_scale.checkpoints.writer import IGNORED, Job
 from mst_scale.comm import Ranks, logger
 from mst_scale.snapshot import Snapshot
 
@@ -173,6 +173,8 @@ class BackgroundSaves:
         package = str(Path(mst_scale.__file__).parents[1])
         ours, theirs = multiprocessing.Pipe()
         memory = self.snapshot.fd
+        # the process ignores these signals, and inherits that they are held back until it does
+        held = signal.pthread_sigmask(signal.SIG_BLOCK, IGNORED)
         self.process = subprocess.Popen(
             [
                 sys.executable, "-m", "mst_scale.checkpoints.writer",
@@ -189,6 +191,7 @@ class BackgroundSaves:
                 "DS_ACCELERATOR": "cpu",
             },
         )  # fmt: skip
+        signal.pthread_sigmask(signal.SIG_SETMASK, held)
         theirs.close()
         self._connection = ours
 

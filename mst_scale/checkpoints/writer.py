@@ -32,6 +32,8 @@ from mst_scale.comm import logger, speak
 from mst_scale.snapshot import CapturedFile
 
 REPORTS = "reports"  # a folder in the draft, with one file per rank until it is sealed
+IGNORED = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
+"""Signals that are sent to whole jobs; the rank that gets them waits for this process."""
 POLL_SECONDS = 0.05
 NICENESS = 10  # training comes first
 PR_SET_PDEATHSIG = 1  # prctl(2)
@@ -63,8 +65,8 @@ class Job:
 
 def main() -> None:
     """Write what the rank sends until it closes the connection."""
-    for name in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP):
-        signal.signal(name, signal.SIG_IGN)  # they are sent to whole jobs, and the rank waits for this process
+    for name in IGNORED:
+        signal.signal(name, signal.SIG_IGN)
     parent, connection, memory = int(sys.argv[1]), Connection(int(sys.argv[2])), int(sys.argv[3])
     _end_with(parent)
     with contextlib.suppress(OSError):
