@@ -17,22 +17,26 @@ multiple of the topology interval. The update fraction is a piecewise cosine; pi
     ζ_t = ζ_i/2 · (1 + cos(π · (t − T_{i−1}) / (T_i − T_{i−1}))),   T_1 = T_W + T_U, then every Δ_R
 
 Durations are given in steps (int) or as a fraction of the run (float in [0, 1]): 1 is one step, 1.0 the whole run.
+`sparse_tokens` limits the sum of the sparse phases to a number of tokens per parameter, however long the run is: longer
+phases are shortened in proportion.
 `SparsityConfig` is the block of the config; its `schedule(total_steps, …)` returns the `Schedule`, a frozen value.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from bisect import bisect_right
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal, Protocol
+from typing import Annotated, Literal, Protocol
 
 from mst_scale.errors import UserError
-from mst_scale.validation import Duration, Field, StrictFloat, StrictInt, block
+from mst_scale.validation import Duration, Field, StrictFloat, StrictInt, block, fields_of
 
 DEFAULT_INTERVAL = 100  # the paper's Δ_t
+MAX_SPARSE_TOKENS = 10**6  # tokens per parameter
 PHASES = ("warmup", "ultra", "restore", "dense")  # the index of a phase is the same for every method
 MIN_DEFAULT_INTERVAL = 25  # a topology step costs a few steps; with a shorter interval, training is slower than dense
 
@@ -238,6 +242,10 @@ DURATIONS: dict[str, tuple[str, ...]] = {
 }
 
 
+# The variations whose sparse phases all come first, so that `sparse_tokens` can limit them.
+LIMITED = ("sv", "sd", "gd")
+
+
 @block("mst.sparsity")
 class SparsityConfig:
     """The block `mst.sparsity`: the sparsity over the run and its distribution over layers.
@@ -262,6 +270,12 @@ class SparsityConfig:
     warmup: Duration = Field(default=1 / 14, description="Duration from dense to sparse, along a cubic.")
     ultra: Duration = Field(default=10 / 14, description="Duration at sparsity `max`.")
     restore: Duration = Field(default=1 / 14, description="Duration from sparse to dense.")
+    sparse_tokens: Annotated[StrictFloat, Field(gt=0, le=MAX_SPARSE_TOKENS)] | None = Field(
+        default=None,
+        description="Longest sparse phase of `sv`, `sd` and `gd` (warm-up, ultra and restoration together), in tokens "
+        "per parameter: longer ones are shortened in proportion. Cannot be combined with values of `warmup`, `ultra` "
+        "or `restore`. `null`: no limit.",
+    )
     stages: StrictInt = Field(default=5, ge=1, le=1000, description="Number of stages of a staged phase.")
     turn: Duration = Field(default=1 / 14, description="`acdc`: duration of each of its sparse and dense phases.")
     start: Duration = Field(default=0, description="`gmp`: duration of the dense phase before the warm-up.")
@@ -279,18 +293,39 @@ class SparsityConfig:
         description="First masks of a run that starts sparse; `magnitude` keeps the largest of trained weights.",
     )
 
-    def schedule(self, total_steps: int, moves: Moves) -> Schedule:
+    def __post_init__(self) -> None:
+        if self.is_limited and (stated := self._stated_durations()):
+            raise UserError(
+                f"mst.sparsity.sparse_tokens and mst.sparsity.{stated[0]} both determine the length of the sparse "
+                "phase: leave one of them out"
+            )
+
+    @property
+    def is_limited(self) -> bool:
+        """Whether the sparse phase has a limit in tokens per parameter."""
+        return self.sparse_tokens is not None and self.variation in LIMITED
+
+    def _stated_durations(self) -> list[str]:
+        fields = fields_of(type(self))
+        return [name for name in DURATIONS[self.variation] if getattr(self, name) != fields[name].default]
+
+    def schedule(self, total_steps: int, moves: Moves, steps_per_token: float | None = None) -> Schedule:
         """Return the schedule of a run of `total_steps`.
 
         The ends of phases are rounded to steps, and each phase with a duration above 0 has at least one step (if there
         are fewer steps than phases, the last ones have none).
+
+        Args:
+            total_steps: The length of the run.
+            moves: How often the topology is updated.
+            steps_per_token: The steps in which the run reads one token per parameter; needed with `sparse_tokens`.
 
         Raises:
             UserError: if the phases do not fit.
         """
         if total_steps < 1:
             raise UserError(f"total_steps {total_steps} must be at least 1")
-        phases = self._phases(total_steps)
+        phases = self.limited(total_steps, steps_per_token)._phases(total_steps)
         gradual = [p.stop - p.start for p in phases if p.name in ("warmup", "restore")]
         interval = moves.interval or default_interval(gradual)
         return Schedule(
@@ -310,6 +345,28 @@ class SparsityConfig:
         ends_sparse = self.variation in ("sparse", "gmp", "acdc")
         cosine = moves.update_schedule != "constant" and moves.update_fraction > 0 and self.max > 0
         return ends_sparse and cosine  # the last cosine ends with the run
+
+    def limited(self, total: int, steps_per_token: float | None) -> SparsityConfig:
+        """Return the block without `sparse_tokens`: its durations are those that follow from it in a run of `total`.
+
+        Raises:
+            UserError: if the limit is shorter than a step.
+        """
+        if not self.is_limited:
+            return dataclasses.replace(self, sparse_tokens=None)
+        assert steps_per_token is not None and self.sparse_tokens is not None, "the model and the batch are known"
+        limit = self.sparse_tokens * steps_per_token
+        if limit < 1:
+            raise UserError(
+                f"mst.sparsity.sparse_tokens = {self.sparse_tokens:g} tokens per parameter are less than a step, which "
+                f"reads {1 / steps_per_token:.3g}: increase it, or set it to null"
+            )
+        names = DURATIONS[self.variation]
+        share = limit / math.fsum(_steps(getattr(self, name), total) for name in names)
+        if share >= 1:
+            return dataclasses.replace(self, sparse_tokens=None)
+        shortened = {name: share * getattr(self, name) for name in names}
+        return dataclasses.replace(self, sparse_tokens=None, **shortened)
 
     def _phases(self, total: int) -> tuple[Phase, ...]:
         warmup, ultra, restore = (_steps(d, total) for d in (self.warmup, self.ultra, self.restore))

@@ -105,6 +105,7 @@ def _report(experiment: Experiment, run: Forecast, args: argparse.Namespace) -> 
     from mst_scale.flops.ledger import forecast, sparse_matrices, tiny_flops, topology_flops
 
     sequences = batch_shape(experiment.deepspeed, args.ranks)[0]
+    experiment = experiment.with_batch(sequences)
     tiny = tiny_flops(experiment, args.ranks)
     found: dict[str, Any] = {
         "config": args.config,

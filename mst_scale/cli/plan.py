@@ -26,6 +26,7 @@ examples:
   mst plan --config gpt3_13b --nodes 8 --tp 8                      # the best layout with tensor 8
   mst plan --config gpt3_13b --nodes 4 --gpus-per-node 4 --pp 2    # with a pipeline of 2 stages
   mst plan --config gpt3_175b --gpus 512 --gpu h100-80gb --tokens 300B --json
+  mst plan --config demo --gpus 1 --goal train-cost                # which recipe fits, or dense training
   mst plan --config gpt2_small --gpus 4 --gpu a100-40gb --efficiency matmul=0.5
   mst plan --config gpt3_13b --nodes 8 --by-phase --set mst.compute.compact=auto   # how many GPUs each phase needs
 """
@@ -68,6 +69,11 @@ def add(subparsers: Any) -> None:
         action="store_true",
         help="instead, for each phase the fewest GPUs that hold it, and the number with the fewest GPU-hours",
     )
+    verb.add_argument(
+        "--goal",
+        choices=("train-cost", "inference-cost"),
+        help="also say which recipe fits this goal at this size and length, or plain dense training",
+    )
     verb.add_argument("--json", action="store_true", help="print one JSON object")
     verb.set_defaults(run=run)
 
@@ -79,6 +85,7 @@ def run(args: argparse.Namespace) -> int:
     from mst_scale.config.check import check
     from mst_scale.flops.budgets import shortened
     from mst_scale.plan.answer import plan
+    from mst_scale.plan.expected_gain import advise, expect
     from mst_scale.plan.gpus import machine
 
     gpus, nodes = _gpus_and_nodes(args)
@@ -90,7 +97,13 @@ def run(args: argparse.Namespace) -> int:
         return _by_phase(args, experiment, gpus, target, tokens)
     options = {"tensor": args.tp, "sequence": args.sp, "pipeline": args.pp}
     answer = plan(experiment, gpus, target, tokens, {axis: size for axis, size in options.items() if size is not None})
-    print(json.dumps(answer.to_dict()) if args.json else format_plan(answer))
+    expected = expect(answer.experiment, answer.setting.batch)
+    advice = None if args.goal is None else advise(answer.experiment, answer.setting.batch, args.goal)
+    if args.json:
+        found = {name: None if one is None else one.to_dict() for name, one in (("gain", expected), ("goal", advice))}
+        print(json.dumps({**answer.to_dict(), **found}))
+        return 0
+    print(format_plan(answer, [str(line) for line in (expected, advice) if line is not None]))
     return 0
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import textwrap
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
@@ -20,10 +21,12 @@ CLOSE = 0.03  # a phase must be slower than dense by this much to be called slow
 SHOWN = 5  # ways to share a model
 
 
-def format_plan(plan: Plan) -> str:
-    """Format the whole plan."""
-    parts = (_headline, _conclusion, _layouts, _memory, _phases, _sides, _topology, _assumptions)
-    return "\n\n".join(text for part in parts if (text := part(plan)))
+def format_plan(plan: Plan, remarks: Sequence[str] = ()) -> str:
+    """Format the whole plan; `remarks` are sentences about the loss, which follow the conclusion."""
+    before, after = (_headline, _conclusion), (_layouts, _memory, _phases, _sides, _topology, _assumptions)
+    of_loss = "\n".join(_wrap(f"{remark[0].upper()}{remark[1:]}") for remark in remarks)
+    texts = [*(part(plan) for part in before), of_loss, *(part(plan) for part in after)]
+    return "\n\n".join(text for text in texts if text)
 
 
 def format_phases(phases: Sequence[PhaseOptions], gpus: int, gpu: str) -> str:
@@ -267,7 +270,7 @@ def _times(speedup: float) -> str:
 
 
 def _wrap(sentence: str) -> str:
-    return "\n".join(textwrap.wrap(sentence, 98, subsequent_indent="  "))
+    return "\n".join(textwrap.wrap(sentence, 98, subsequent_indent="  ", break_on_hyphens=False))
 
 
 def _table(rows: list[list[str]]) -> list[str]:

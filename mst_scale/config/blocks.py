@@ -7,9 +7,10 @@ float in [0, 1]), so that a run of 300 steps has the same shape as one of 140,00
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal
 
+from mst_scale.config.deepspeed import global_batch
 from mst_scale.config.method import MSTConfig
 from mst_scale.errors import UserError
 from mst_scale.hybrid_sparse_attention.schedule import AttentionSchedule
@@ -279,6 +280,12 @@ class TrainingConfig:
         le=MILLION,
         description="Checkpoints to keep; an older one is deleted after a newer one was verified.",
     )
+    async_save: StrictBool = Field(
+        default=True,
+        description="Write checkpoints in a process of their own while training continues: a save then costs the "
+        "loop a copy into the host's memory. Your own loops, and Trainer, do so if the config sets it to `true`.",
+        json_schema_extra=NO_EFFECT,
+    )
     checkpoint_form: Literal["dense", "compact"] = Field(
         default="dense",
         description="What `mst.compute.compact` saves: `dense` is whole matrices in DeepSpeed's universal layout, from "
@@ -343,9 +350,28 @@ class Experiment:
     @property
     def schedule(self) -> Schedule:
         """Phase, sparsity and update fraction of every step."""
-        return self.mst.schedule(self.training.steps)
+        return self.mst.schedule(self.training.steps, self._steps_per_token)
 
     @property
     def attention_schedule(self) -> AttentionSchedule:
         """The attention pattern of every step."""
-        return self.mst.attention_schedule(self.training.steps)
+        return self.mst.attention_schedule(self.training.steps, self._steps_per_token)
+
+    @property
+    def _steps_per_token(self) -> float | None:
+        """The steps in which the run reads one token per parameter; None if the schedule does not depend on it.
+
+        The batch is that of one rank if the config does not state it.
+        """
+        if not self.mst.sparsity.is_limited:
+            return None
+        return self.model.weights / (global_batch(self.deepspeed, 1) * self.model.seq_length)
+
+    def with_batch(self, sequences: int) -> Experiment:
+        """Return the experiment with its global batch stated if its schedule depends on it.
+
+        A config may leave the batch to the number of ranks; a sparse phase in tokens needs to know it.
+        """
+        if not self.mst.sparsity.is_limited:
+            return self
+        return replace(self, deepspeed={**self.deepspeed, "train_batch_size": sequences})

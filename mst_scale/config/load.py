@@ -28,6 +28,7 @@ from mst_scale.config.renamed import current_key, current_value, with_current_na
 from mst_scale.config.support import known_keys
 from mst_scale.errors import Damaged, UserError, format_value
 from mst_scale.methods import METHODS
+from mst_scale.sparsity_variation import DURATIONS
 from mst_scale.validation import MAX_SEED, keys_of, parse
 
 SCHEMA_KEY = "$schema"  # for editors alone
@@ -64,7 +65,7 @@ def overridden_in_recipe(
     name = raw.get("recipe")
     if not isinstance(name, str) or name not in RECIPES:
         return None
-    changed = list(_replaced(RECIPES[name], raw, ""))
+    changed = list(_replaced(_recipe(name, raw, ""), raw, ""))
     return f"these keys override the recipe {name!r}: {'; '.join(changed)}" if changed else None
 
 
@@ -87,7 +88,9 @@ def _composed(
     overrides = list(overrides)
     asked = [name for key, _, name in (one.partition("=") for one in overrides) if key == "recipe"]
     if asked and all(isinstance(raw.get(block, {}), dict) for block in BLOCKS):
-        recipe = RECIPES[_known(asked[-1], RECIPES, "recipe", where)]
+        recipe = _recipe(asked[-1], {}, where, overrides)
+        if "sparse_tokens" in recipe["mst"].get("sparsity", {}):  # replaces durations that the file states
+            raw["mst"] = _without(DURATIONS["sv"], raw.get("mst", {}))
         _take_method(raw, recipe["mst"]["method"], where)
         raw |= {name: _under(raw.get(name, {}), block) for name, block in recipe.items()}
     if method is not None and isinstance(raw.get("mst", {}), dict):
@@ -97,13 +100,35 @@ def _composed(
     return where, raw
 
 
+def _recipe(name: Any, raw: Mapping[str, Any], where: str, overrides: Iterable[str] = ()) -> dict[str, Any]:
+    """Return a recipe for a config; without its `sparse_tokens` if the config states durations of the sparse phase."""
+    recipe = RECIPES[_known(name, RECIPES, "recipe", where)]
+    mst = raw.get("mst", {})
+    sparsity = mst.get("sparsity", {}) if isinstance(mst, dict) else {}
+    stated = {override.partition("=")[0].removeprefix("mst.sparsity.") for override in overrides}
+    stated |= set(sparsity) if isinstance(sparsity, dict) else set()
+    limited = not stated.intersection(DURATIONS["sv"])
+    return recipe if limited else {**recipe, "mst": _without(["sparse_tokens"], recipe["mst"])}
+
+
+def _without(names: Iterable[str], block: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a copy of a block `mst` without some keys of its block `sparsity`."""
+    sparsity = block.get("sparsity")
+    if not isinstance(sparsity, Mapping):
+        return dict(block)
+    return {**block, "sparsity": {key: value for key, value in sparsity.items() if key not in names}}
+
+
 def _take_method(raw: dict[str, Any], method: str, where: str) -> None:
     """Apply the preset of a method over the config, unless the config or its recipe already uses the method."""
     mst, recipe = raw.get("mst", {}), raw.get("recipe")
     of_recipe = RECIPES.get(recipe, {}).get("mst", {}) if isinstance(recipe, str) else {}
     if method != {**of_recipe, **mst}.get("method"):
         mst.pop("options", None)  # they belong to the other method
-        raw["mst"] = {**_under(mst, METHODS[_known(method, METHODS, "method", where)].preset), "method": method}
+        preset = METHODS[_known(method, METHODS, "method", where)].preset
+        if any(name in preset.get("sparsity", {}) for name in DURATIONS["sv"]):
+            mst = _without(["sparse_tokens"], mst)  # the phases of the method replace those of the other one
+        raw["mst"] = {**_under(mst, preset), "method": method}
 
 
 def read(config: str | Path | dict[str, Any]) -> tuple[str, dict[str, Any]]:
@@ -231,7 +256,7 @@ def resolve(raw: dict[str, Any], where: str = "config") -> Experiment:
         if not isinstance(block, dict):
             raise UserError(f"{where}: {name} must be an object, not {format_value(block)}")
     if "recipe" in raw:
-        recipe = RECIPES[_known(raw["recipe"], RECIPES, "recipe", where)]
+        recipe = _recipe(raw["recipe"], raw, where)
         ours = {name: _under(recipe.get(name, {}), block) for name, block in ours.items()}
     if "mst" not in raw and "recipe" not in raw:
         ours["mst"] = {"method": "dense"}

@@ -180,14 +180,19 @@ class MSTConfig:
                 '"dense" if that is intended'
             )
 
-    def schedule(self, total_steps: int) -> Schedule:
-        """Return the schedule of phase, sparsity and update fraction for a run of `total_steps`."""
-        self.require_method()
-        return self.sparsity.schedule(total_steps, self.topology)
+    def schedule(self, total_steps: int, steps_per_token: float | None = None) -> Schedule:
+        """Return the schedule of phase, sparsity and update fraction for a run of `total_steps`.
 
-    def attention_schedule(self, total_steps: int) -> AttentionSchedule:
-        """Return the attention pattern of every step of a run of `total_steps`."""
-        attention, schedule = self.attention, self.schedule(total_steps)
+        Args:
+            total_steps: The length of the run.
+            steps_per_token: The steps in which the run reads one token per parameter, for `sparsity.sparse_tokens`.
+        """
+        self.require_method()
+        return self.sparsity.schedule(total_steps, self.topology, steps_per_token)
+
+    def attention_schedule(self, total_steps: int, steps_per_token: float | None = None) -> AttentionSchedule:
+        """Return the attention pattern of every step of a run; the arguments are those of `schedule`."""
+        attention, schedule = self.attention, self.schedule(total_steps, steps_per_token)
         if attention.pattern == "dense":
             return AttentionSchedule()
         if attention.dense_from == "restore_end":

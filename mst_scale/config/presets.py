@@ -28,13 +28,19 @@ MODELS: dict[str, dict[str, Any]] = {
 # ends with dense attention, while "mst-lean" always has sparse attention and sparse weights almost throughout.
 # "mst-channels" is "mst-lean" with whole channels, which saves time on any device. "mst-small" ends sparse, for models
 # whose inference cost matters: 80 % from the first step to the last, with dense attention.
+#
+# The sparse phase of "mst-best" ends after at most 20 tokens per parameter. After sparse phases of 17 to 24 tokens per
+# parameter, its runs were better than dense training of all sizes at 0.12 and 0.22 M parameters, with whole intervals
+# above 1 (runs of 20, 25 and 28). After 28 at 0.26 M that is not established, and after 86 at 0.17 M dense training was
+# better (benchmarks/studies/gain-law.md, causal FLOPs). Runs of up to 23 tokens per parameter do not reach the limit.
+SPARSE_TOKENS = 20.0
 RECIPES: dict[str, dict[str, Any]] = {
     "paper": {"mst": {"method": "mst"}, "training": {"lr_schedule": "cosine"}},
     "mst-wsd": {"mst": {"method": "mst"}, "training": {"lr_schedule": "wsd"}},
     "mst-best": {
         "mst": {
             "method": "mst",
-            "sparsity": {"max": 0.8},
+            "sparsity": {"max": 0.8, "sparse_tokens": SPARSE_TOKENS},
             "topology": {"random_ratio": 1.0, "grown_moments": "active_mean"},
             "attention": {"stride": 0.25},
         },

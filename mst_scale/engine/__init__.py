@@ -18,7 +18,9 @@ config_record     keeps the config in checkpoints
 
 What they are made from:
 
+async_saves       saves that other loops do not wait for
 compaction        makes layers compact before DeepSpeed starts; compact_linear: how these compute
 targets           chooses the parameters that become sparse; adapters: those that never do
 sequences         gives the model its part of each sequence
+token_limit       turns a sparse phase in tokens per parameter into durations, in loops of users
 """

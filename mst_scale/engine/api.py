@@ -20,9 +20,11 @@ from mst_scale.compiled.first_use import announced
 from mst_scale.config import RECIPES, Experiment, load, overridden_in_recipe, read, states
 from mst_scale.config.parallel import KEYS, check_pipeline, sizes_of
 from mst_scale.config.support import check_supported, precision_of
+from mst_scale.engine.async_saves import save_in_background
 from mst_scale.engine.compaction import make_compact
 from mst_scale.engine.sequences import cut_sequences
 from mst_scale.engine.sparse_training import SparseTraining
+from mst_scale.engine.token_limit import unlimited, whole_size, with_durations
 from mst_scale.engine.types import MST, Engine
 from mst_scale.errors import UserError
 from mst_scale.hybrid_sparse_attention import SelfAttention
@@ -30,7 +32,7 @@ from mst_scale.hybrid_sparse_attention import SelfAttention
 zero_shards.check_versions()
 _deepspeeds_own = deepspeed.initialize  # before anybody puts another in its place (integrations.integrate)
 
-READ = ("steps", "seed")  # of the block `training`
+READ = ("steps", "seed", "async_save")  # of the block `training`
 FIRST = ("args", "model", "optimizer", "model_parameters")
 Parameters = Iterable[torch.nn.Parameter] | Iterable[dict[str, Any]]
 
@@ -103,7 +105,12 @@ def initialize(
         complete_environment()  # a free port for a script that no launcher started: DeepSpeed would always take 29500
     own_loops.prepare()
     parameters = model.parameters() if model_parameters is None else model_parameters
-    parameters = make_compact(model, experiment, optimizer, parameters, others)
+    sizes = sizes_of(experiment.deepspeed)
+    cut = sizes.tensor > 1 and others.get("mpu") is not None  # AutoTP cuts later
+    weights = whole_size(model, is_part=cut or isinstance(model, deepspeed.PipelineModule))
+    own_loop = not isinstance(configs[0], Experiment)
+    described = unlimited(experiment) if own_loop else experiment
+    parameters = make_compact(model, described, optimizer, parameters, others)
     with announced(), zero_shards.asserted_of_cutting(model, sizes_of(experiment.deepspeed).tensor):
         engine, made, loader, scheduler = _deepspeeds_own(
             args,
@@ -113,13 +120,18 @@ def initialize(
             config=experiment.deepspeed,
             **others,
         )
-    training = SparseTraining(engine, experiment, own_loop=not isinstance(configs[0], Experiment))
+    if not isinstance(configs[0], Experiment):
+        experiment = with_durations(experiment, configs[0], engine, weights)
+    training = SparseTraining(engine, experiment, own_loop)
     public: MST = training
     engine.mst = public
     zero_shards.install(engine, training)
     latest, steps = weakref.ref(training), experiment.training.steps
     own_loops.watch(lambda: (engine := latest()) is None or engine.step >= steps)
     training.begin()
+    in_own_loop = not isinstance(configs[0], Experiment)  # `pretrain` saves in the background itself
+    if in_own_loop and states(configs[0], "training", "async_save") and experiment.training.async_save:
+        training.saves = save_in_background(engine)
     return engine, made, loader, scheduler
 
 

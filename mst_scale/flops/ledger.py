@@ -171,6 +171,8 @@ class Forecast:
 
 def forecast(experiment: Experiment, *, dense_head: bool = False, ranks: int = 1) -> Forecast:
     """Forecast the run of a config; with `dense_head`, as if the head were dense."""
+    if experiment.mst.sparsity.is_limited:
+        experiment = experiment.with_batch(global_batch(experiment.deepspeed, ranks))
     model, parts, dense = experiment.model, [], _dense(experiment.model, experiment, ranks)
     optimizer = Flops(optimizer=dense["paper"].optimizer)
     for s in stretches(experiment, dense_head=dense_head):

@@ -1,4 +1,4 @@
-"""Estimates the memory, time and communication of a run on N GPUs before it is started.
+"""Estimates the memory, time, communication and gain of a run on N GPUs before it is started.
 
 gpus        peaks of GPUs, nodes and networks by data sheets, and the shares of them that plans assume
 setting     how ranks share a model, and which parameters each of them holds
@@ -11,6 +11,8 @@ topology    bytes and seconds of a topology step
 recommend   the fastest setting and masks that fit, and the reasons
 answer      the whole plan of a config
 by_phase    numbers of GPUs for each phase: the fewest, and the fewest GPU-hours
+
+expected_gain   the FLOP multiplier that a recipe is expected to have, and the recipe that fits a goal
 
 Plain arithmetic: neither torch nor DeepSpeed is imported.
 """

@@ -212,6 +212,8 @@ def plan(
     validate_backend(experiment)
     shareable = experiment if fixed else _shareable(experiment, gpus, machine)
     own = own_setting(shareable, gpus)
+    can_share = shareable is experiment
+    experiment = experiment.with_batch(own.batch)
     if tokens is not None:
         experiment = of_tokens(experiment, tokens, own.batch)
     _validate_layout(experiment, own, machine, fixed)
@@ -224,7 +226,7 @@ def plan(
             f"nothing fits on {gpus:,} × {machine.gpu.name} at any ZeRO stage{sizes}, even with offload and "
             f"recomputation: use {f'{enough:,} GPUs' if enough else f'more than {MOST_GPUS:,} GPUs or larger ones'}"
         )
-    s = own if shareable is experiment and not fixed else recommended.setting
+    s = own if can_share and not fixed else recommended.setting
     planned = choice(experiment, s, machine)
     if not planned.memory.fits(machine.gpu):
         raise UserError(
@@ -235,7 +237,7 @@ def plan(
         )
     rows = by_layout(found, recommended)
     why = not_proposed(recommended, rows, own)
-    if shareable is not experiment:
+    if not can_share:
         why.append(f"data {gpus:,} cannot share {own.batch:,} sequences, so some of the GPUs have to share the model")
     found_phases = phases(experiment, planned.seconds, s, machine)
     sparsest = max(found_phases, key=lambda phase: phase.sparsity)

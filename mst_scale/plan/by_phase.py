@@ -101,7 +101,7 @@ def by_phase(experiment: Experiment, gpus: int, machine: Machine) -> list[PhaseO
     batch = experiment.deepspeed.get(BATCH_KEYS[0])
     if not isinstance(batch, int):
         raise UserError("--by-phase compares numbers of GPUs at one global batch: set train_batch_size")
-    model = sizes_of(experiment.deepspeed).model
+    experiment, model = experiment.with_batch(batch), sizes_of(experiment.deepspeed).model
     numbers = [1 << n for n in range(gpus.bit_length()) if 1 << n < gpus] + [gpus]
     numbers = [n for n in numbers if n % model == 0 and batch % (n // model) == 0]
 

@@ -164,7 +164,7 @@ def _masks_and_topology_step(experiment: Experiment, s: Setting, found: Sequence
         whole, share = shares[largest]
         layer = 2 * FP32 * share + lists[largest] + whole + WIDE_INDEX_BYTES * (masked[largest].active or 0)
         taken = layer + (dense_gradients if by_gradient else 0)
-    starts_sparse = mst.schedule(experiment.training.steps).at(0).sparsity > 0
+    starts_sparse = experiment.schedule.at(0).sparsity > 0
     bits = 1 + (mst.topology.track_coverage and starts_sparse)
     return bits * sum(-(-share // 8) for _, share in shares), taken
 

@@ -42,6 +42,7 @@ from mst_scale.flops.ledger import Ledger
 from mst_scale.hugging_face import start_from
 from mst_scale.models import build
 from mst_scale.models.gpt import GPT
+from mst_scale.plan.expected_gain import expect
 from mst_scale.pretrain import resume, schedules, storage, validation
 from mst_scale.pretrain.schedules import MASKED
 from mst_scale.randomness import counter_hash
@@ -128,6 +129,9 @@ def prepare(
     if source is not None:
         fitted = ranks.agree(lambda: resume.with_batch_of(experiment, source, replicas))
     batch, micro, accumulation = ranks.agree(lambda: batch_shape(fitted.deepspeed, replicas))
+    fitted = fitted.with_batch(batch)
+    if gain := expect(fitted, batch):
+        logger.info("%s", gain)
     mesh = ranks.agree(lambda: Mesh(sizes)) if sizes.model > 1 else None
     ranks.agree(lambda: validation.validate(fitted, ranks.world_size, mesh))
     ledger = Ledger(fitted.model, batch, optimizer_flops(fitted.model, fitted.deepspeed))

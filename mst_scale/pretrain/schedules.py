@@ -101,7 +101,13 @@ def first_rate_difference(ours: Experiment, theirs: Experiment, until: int) -> i
 
 
 def first_mask_difference(ours: Experiment, theirs: Experiment, until: int) -> int | None:
-    """Return the first step up to `until` whose sparsity, topology step or attention pattern differs, or None."""
+    """Return the first step up to `until` whose sparsity, topology step or attention pattern differs, or None.
+
+    If our config does not state the global batch, it is theirs, as on resume.
+    """
+    batch, stated = theirs.deepspeed.get("train_batch_size"), ours.deepspeed.get("train_batch_size")
+    if stated in (None, "auto") and isinstance(batch, int):
+        ours = ours.with_batch(batch)
     attention = [experiment.attention_schedule for experiment in (ours, theirs)]
     starts = sorted({start for schedule in attention for start, _ in schedule.pieces if start <= until})
     pattern = next((s for s in starts if attention[0].pattern_at(s) != attention[1].pattern_at(s)), None)

@@ -47,6 +47,7 @@ from mst_scale.zero_shards.saving import (
     errors_after_saving,
     load_checkpoint,
     saved_classes,
+    why_blocking,
 )
 from mst_scale.zero_shards.state_bytes import state_bytes
 from mst_scale.zero_shards.step import (
@@ -135,5 +136,6 @@ __all__ = [
     "uses_muon",
     "watch_losses",
     "whole",
+    "why_blocking",
     "zero_stage",
 ]

@@ -10,8 +10,9 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import mst_scale
-from mst_scale.config import TargetsConfig
+from mst_scale.config import ModelConfig, TargetsConfig
 from mst_scale.engine.targets import choose_targets
+from mst_scale.models import GPT
 from tests.support import pool
 from tests.support.toys import deepspeed_config, toy, toy_batch
 
@@ -45,6 +46,30 @@ def train_hugging_face(rank, world):
         losses.append(float(loss.detach()))
         sparsities.append(engine.mst.sparsity)
     return engine.mst.masks.names, losses, sparsities
+
+
+def token_limits(rank, world):
+    """Where the sparse phase ends, in loops whose model the config does not describe."""
+
+    def ends(own, **more):
+        config = deepspeed_config(2, world) | {"training": {"steps": 400}, **more}
+        config["mst"] = {"method": "mst", "sparsity": {"max": 0.5, "sparse_tokens": 0.5}, "topology": {"interval": 2}}
+        engine, *_ = mst_scale.initialize(model=own, config=config)
+        sparsity = engine.mst.experiment.mst.sparsity
+        assert sparsity.sparse_tokens is None, "durations have taken its place"
+        return engine.mst.schedule.sparse_until, engine.train_batch_size()
+
+    size = sum(p.numel() for p in hugging_face().parameters())
+    shape = ModelConfig(n_layer=1, n_head=2, n_embd=16, seq_length=16, vocab_size=64)
+    stated = ends(hugging_face(), model={"seq_length": 8})
+    return size, stated, (ends(GPT(shape)), shape.weights), ends(hugging_face())
+
+
+def test_a_sparse_phase_in_tokens_counts_the_parameters_and_sequences_of_the_users_model():
+    for size, (stated, batch), ((ours, _), weights), (unknown, _) in pool.run(token_limits, 2):
+        assert stated == pytest.approx(0.5 * size / (batch * 8), abs=0.6), "the config's model.seq_length"
+        assert ours == pytest.approx(0.5 * weights / (batch * 16), abs=0.6), "GPT of mst_scale knows both"
+        assert unknown == round(400 * 12 / 14), "no limit: the positions of the model are a largest length"
 
 
 def test_a_hugging_face_gpt2_trains_sparsely():

@@ -10,9 +10,13 @@ import torch
 from mst_scale.run_logging.record import Record
 from tests.ranks.pretrain.test_branch import EXACT, IN_STEPS
 from tests.support import pool, tiny_run
-from tests.support.whole_runs import MST, arguments, attempt, weights, without_times
+from tests.support.whole_runs import MST, arguments, attempt, logged_attempt, weights, without_times
 
 WSD = {"lr_schedule": "wsd", "warmup": 2, "decay": 4, "steps": 12}
+
+
+# 6.1 steps: a step reads 256 tokens, and the model has 4,608 weights
+IN_TOKENS = {**MST, "sparsity": {"max": 0.8, "sparse_tokens": 0.34, "stages": 2}}
 
 
 def spoken(rank: int, world: int, argv: list[str]) -> tuple[int, str, list[str]]:
@@ -35,7 +39,9 @@ def same(ours: Path, theirs: Path, tag: str) -> bool:
     return mine.keys() == others.keys() and all(torch.equal(mine[name], others[name]) for name in mine)
 
 
-@pytest.mark.parametrize(("mst", "decay", "from_step"), [(IN_STEPS, 4, 8), ({"method": "dense"}, 0, 12)])
+@pytest.mark.parametrize(
+    ("mst", "decay", "from_step"), [(IN_STEPS, 4, 8), (IN_TOKENS, 4, 8), ({"method": "dense"}, 0, 12)]
+)
 def test_a_lengthened_run_is_the_longer_one(tmp_path, mst, decay, from_step):
     blocks = {"mst": mst, "training": {**WSD, "decay": decay, "eval_every": 4}}
     out, whole = tmp_path / "out", tmp_path / "whole"
@@ -102,3 +108,13 @@ def test_phases_that_are_shares_of_the_run_are_rejected(tmp_path):
     code, text, _ = run(tmp_path, "out", "--steps", "20", "--resume", "step00000012", mst=MST)
     assert code == 2 and reported in text and "step -" not in text and text.count("\n") <= 1, "there is no step to name"
     assert line.startswith(f"{tmp_path / 'out'} is finished") and line.endswith(reported)
+
+
+def test_a_run_says_once_what_it_is_expected_to_gain(tmp_path):
+    """Only on the first rank; plain dense training has nothing to expect."""
+    blocks = {"training": {**WSD, "decay": 4}, "mst": IN_TOKENS}
+    first, second = pool.run(logged_attempt, 2, arguments(tmp_path, "out", **blocks))
+    assert first[0] == second[0] == 0
+    assert [text.count("expected FLOP multiplier of") for _, text in (first, second)] == [1, 0]
+    dense = pool.run(logged_attempt, 1, arguments(tmp_path, "dense", **{**blocks, "mst": {"method": "dense"}}))
+    assert dense[0][0] == 0 and "expected FLOP" not in dense[0][1]

@@ -276,3 +276,20 @@ def test_it_starts_without_torch():
     )
     done = subprocess.run([sys.executable, "-c", code], env=environment(), capture_output=True, timeout=60, check=False)
     assert done.returncode == 0
+
+
+def test_what_a_run_is_expected_to_gain_and_which_recipe_fits_a_goal(capsys):
+    words = [*config("demo"), "--gpus", "1", "--set", "training.steps=1200", "--goal", "train-cost"]
+    text = said(capsys, *words).replace("\n  ", " ")
+    of = "mst-best (0.123 M parameters, 20 tokens per parameter)"
+    assert f"Expected FLOP multiplier of {of}: 1.42 (1.20 to 1.67), causal" in text
+    assert "For the goal train-cost: mst-best" in text
+    found = json.loads(said(capsys, *words, "--json"))
+    assert found["gain"]["interval"] == pytest.approx([1.20, 1.67], abs=0.01) and found["goal"]["recipe"] == "mst-best"
+    large = json.loads(said(capsys, *config("gpt2_small"), "--gpus", "8", "--set", "recipe=mst-best", "--json"))
+    assert large["gain"]["multiplier"] is None and "beyond what has been measured" in large["gain"]["text"]
+    assert large["goal"] is None
+    assert large["phases"][-1]["steps"] > 130_000, "20 tokens per parameter are 5,060 steps"
+    with pytest.raises(SystemExit) as ended:
+        main(["plan", *config("demo"), "--gpus", "1", "--goal", "speed"])
+    assert ended.value.code == 2

@@ -227,8 +227,9 @@ def test_a_recipe_is_what_was_measured(recipe, name, variant):
     (cell,) = [cell for cell in plan.cells() if cell.variant == variant]
     measured = job(plan, cell, 0.016, 1, "c").experiment
     own = {"steps": measured.training.steps, "warmup": measured.training.warmup}
-    model = {"seq_length": measured.model.seq_length}
-    named = load({"optimizer": plan.config["optimizer"], "recipe": recipe, "model": model, "training": own})
+    own = {"model": dataclasses.asdict(measured.model), "training": own}
+    own |= {key: measured.deepspeed[key] for key in ("train_batch_size", "optimizer")}
+    named = load({**own, "recipe": recipe})
     assert named.attention_schedule == measured.attention_schedule and named.mst.targets == measured.mst.targets
     # the studies state the interval that was the default when they ran; today's default is never below 25
     stated, interval = measured.mst.topology.interval, measured.schedule.interval

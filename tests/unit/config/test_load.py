@@ -6,6 +6,8 @@ import pytest
 from mst_scale.config import METHODS, MODELS, RECIPES, in_steps, load, overridden_in_recipe, ready, to_dict
 from mst_scale.config.check import batch_shape, check
 from mst_scale.config.support import precision_of
+from mst_scale.errors import UserError
+from mst_scale.flops.ledger import forecast
 
 READY = list(ready.configs().values())
 MINIMAL = {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}}
@@ -126,6 +128,58 @@ def test_recipes():
     assert (own.mst.sparsity.max, own.mst.topology.random_ratio, own.training.decay) == (0.9, 1.0, 0.1)
     with pytest.raises(ValueError, match="nearest is 'mst-wsd'"):
         load({**MINIMAL, "recipe": "mst-wds"})
+
+
+LIMITED = {
+    **MINIMAL,
+    "train_batch_size": 16,
+    "recipe": "mst-best",
+    "model": {"n_layer": 2, "n_head": 4, "n_embd": 64, "seq_length": 128, "vocab_size": 257, "vocab_multiple": 1},
+}
+
+
+@pytest.mark.parametrize("schedule", ["wsd", "cosine"])
+def test_the_sparse_phase_of_mst_best_does_not_grow_with_the_length_of_the_run(schedule):
+    """20 tokens per parameter of 122,944 are 1,201 steps of 16 sequences of 128 tokens."""
+
+    def run(steps, *more):
+        return load(LIMITED, [f"training.steps={steps}", f"training.lr_schedule={schedule}", *more])
+
+    ends = {steps: run(steps).schedule.sparse_until for steps in (1_200, 1_400, 3_000, 24_000)}
+    assert ends == {1_200: 1_029, 1_400: 1_200, 3_000: 1_201, 24_000: 1_201}
+    no_limit = "mst.sparsity.sparse_tokens=null"
+    assert run(1_400).schedule == run(1_400, no_limit).schedule, "23 tokens per parameter: as before"
+    assert run(3_000).attention_schedule.pattern_at(1_201).kind == "dense", "attention follows the masks"
+    assert run(3_000, no_limit).schedule.sparse_until == 2_571
+    assert run(3_000, "train_batch_size=32").schedule.sparse_until == 600
+    assert load(to_dict(run(3_000))) == run(3_000)
+
+
+def test_durations_replace_the_limit_of_a_recipe_and_a_recipe_those_of_a_file():
+    assert load(LIMITED, ["mst.sparsity.warmup=0.1"]).mst.sparsity.sparse_tokens is None
+    assert load({**LIMITED, "mst": {"sparsity": {"ultra": 5}}}).mst.sparsity.sparse_tokens is None
+    assert load("gpt2_small", ["mst.sparsity.warmup=9", "recipe=mst-best"]).mst.sparsity.sparse_tokens is None
+    over = load("gpt2_small", ["recipe=mst-best"])
+    assert (over.mst.sparsity.sparse_tokens, over.mst.sparsity.warmup) == (20, 1 / 14), "the file has 10,000 steps"
+    assert load("gpt2_small", ["recipe=mst-best"], method="spdf").mst.sparsity.sparse_tokens is None
+    assert load(LIMITED, ["mst.sparsity.variation=sparse"]).schedule.sparse_until == 140_000
+    for both in (
+        ["mst.sparsity.sparse_tokens=5", "mst.sparsity.warmup=0.1"],
+        ["mst.sparsity.sparse_tokens=5", "recipe=mst-lean"],
+    ):
+        with pytest.raises(UserError, match="both determine the length of the sparse phase"):
+            load(LIMITED, both)
+
+
+def test_a_limit_counts_the_tokens_of_the_batch_that_the_ranks_share():
+    """A config may state the micro-batch alone."""
+    own = {key: value for key, value in LIMITED.items() if key != "train_batch_size"}
+    one = load({**own, "train_micro_batch_size_per_gpu": 8}, ["training.steps=9000"])
+    assert one.schedule.sparse_until == 2_401
+    assert one.with_batch(32).schedule.sparse_until == 600 and one.with_batch(8).schedule == one.schedule
+    assert forecast(one, ranks=4).phases[-1].start == 600
+    free = load({**own, "recipe": "mst-lean"})
+    assert free.with_batch(32) is free, "a schedule that does not depend on it"
 
 
 def test_a_stride_may_be_a_share_of_the_context():

@@ -1,0 +1,212 @@
+"""What a recipe is expected to gain at a size and length, by one law fitted to the records of the studies.
+
+    ln M = a + b ln(N / 10^5) + c ln(d / 20) + e ln(d / 20)²
+
+M is the FLOP multiplier of `mst-best` and `mst-lean`: the training FLOPs that the best dense model of any size needs
+for the same loss, divided by those of the run, with causal attention. N is the number of parameters, and d that of
+tokens per parameter. The law is fitted to 17 settings (bytes of English, 0.12 to 1.6 M parameters, 6 to 400 tokens per
+parameter). `python -m mst_scale.benchmarks.studies.gain_law` fits it again and writes gain-law.md, and
+tests/unit/benchmarks/test_gain_law.py compares its result with the constants here.
+
+Nothing is extrapolated: outside of the settings that were measured there is no number.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+from mst_scale.config import RECIPES, Experiment, resolve
+from mst_scale.config.presets import SPARSE_TOKENS
+from mst_scale.sparsity_variation import SparsityConfig
+
+CONSTANT, OF_SIZE, OF_LENGTH, OF_LENGTH_SQUARED = 0.4085, -0.2900, -0.1218, -0.0749  # a, b, c, e
+FACTOR = 1.178  # a run lies between M / FACTOR and M · FACTOR with a probability of 95 %
+PARAMETERS = (122_944, 1_554_608)
+TOKENS_PER_PARAMETER = (6.0, 400.0)
+LARGEST = 1.45e13  # parameters · tokens of the largest run
+SLACK = 1.1  # beyond these ends by which the law is still used
+MEASURED = ("mst-best", "mst-lean")
+PAGE = "docs/does-it-work.md"
+
+Goal = Literal["train-cost", "inference-cost"]
+GOALS: tuple[Goal, ...] = ("train-cost", "inference-cost")
+
+
+@dataclass(frozen=True)
+class Gain:
+    """An expected FLOP multiplier and its 95 % interval."""
+
+    multiplier: float
+    low: float
+    high: float
+
+    @property
+    def is_established(self) -> bool:
+        """Whether the whole interval lies above 1."""
+        return self.low > 1
+
+    def __str__(self) -> str:
+        return f"{self.multiplier:.2f} ({self.low:.2f} to {self.high:.2f})"
+
+
+def law(parameters: float, tokens_per_parameter: float) -> Gain | None:
+    """Return the multiplier that the law expects; None beyond what has been measured."""
+    measured = (
+        PARAMETERS[0] / SLACK <= parameters <= SLACK * PARAMETERS[1]
+        and TOKENS_PER_PARAMETER[0] / SLACK <= tokens_per_parameter <= SLACK * TOKENS_PER_PARAMETER[1]
+        and parameters**2 * tokens_per_parameter <= SLACK * LARGEST
+    )
+    if not measured:
+        return None
+    size, length = math.log(parameters / 1e5), math.log(tokens_per_parameter / 20)
+    value = math.exp(CONSTANT + OF_SIZE * size + OF_LENGTH * length + OF_LENGTH_SQUARED * length**2)
+    return Gain(value, value / FACTOR, value * FACTOR)
+
+
+def recipe_of(experiment: Experiment) -> str | None:
+    """Return the recipe whose values a config has, whatever its model and length; None if it is none of them.
+
+    Keys that change how a run is computed are not compared, nor is the limit of the sparse phase in tokens.
+    """
+    for name, recipe in RECIPES.items():
+        own = resolve({"recipe": name, "model": {"seq_length": experiment.model.seq_length}})
+        rates = recipe["training"]
+        if _choices(own) == _choices(experiment) and all(
+            getattr(experiment.training, key) == value for key, value in rates.items()
+        ):
+            return name
+    return None
+
+
+def _choices(experiment: Experiment) -> tuple[Any, ...]:
+    """Return the values of a config that make a recipe."""
+    mst = experiment.mst
+    topology, attention = mst.topology, mst.attention
+    return (
+        mst.method,
+        replace(mst.sparsity, sparse_tokens=None),
+        [
+            getattr(topology, name)
+            for name in ("policy", "granularity", "random_ratio", "grown_moments", "update_schedule")
+        ],
+        [getattr(attention, name) for name in ("pattern", "stride", "dense_from", "phase_strides")],
+        mst.targets,
+    )
+
+
+@dataclass(frozen=True)
+class Expectation:
+    """What a run is expected to gain; `why` says why there is no number."""
+
+    recipe: str | None
+    parameters: int
+    tokens_per_parameter: float
+    gain: Gain | None
+    why: str = ""
+
+    def __str__(self) -> str:
+        name = "this config" if self.recipe is None else self.recipe
+        size, length = f"{self.parameters / 1e6:.3g}", f"{self.tokens_per_parameter:.3g}"
+        of = f"{name} ({size} M parameters, {length} tokens per parameter)"
+        if self.gain is None:
+            return f"expected FLOP multiplier of {of}: {self.why} ({PAGE})"
+        verdict = "" if self.gain.is_established else ", so a gain is not established"
+        return f"expected FLOP multiplier of {of}: {self.gain}, causal{verdict} ({PAGE})"
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the expectation for JSON."""
+        gain = self.gain
+        return {
+            "recipe": self.recipe,
+            "parameters": self.parameters,
+            "tokens_per_parameter": self.tokens_per_parameter,
+            "multiplier": None if gain is None else gain.multiplier,
+            "interval": None if gain is None else [gain.low, gain.high],
+            "text": str(self),
+        }
+
+
+def expect(experiment: Experiment, sequences: int) -> Expectation | None:
+    """Return what a run with a global batch of `sequences` is expected to gain; None for plain dense training."""
+    experiment = experiment.with_batch(sequences)
+    mst, recipe = experiment.mst, recipe_of(experiment)
+    if mst.stays_dense and mst.function is None and mst.growth is None:
+        return None
+    size, length = experiment.model.weights, _tokens_per_parameter(experiment, sequences)
+    if recipe == "mst-small":
+        return Expectation(recipe, size, length, None, f"not established, because {_SMALL}")
+    if recipe not in MEASURED:
+        return Expectation(recipe, size, length, None, f"not known; the law is one of {' and '.join(MEASURED)}")
+    gain = law(size, length)
+    if gain is None:
+        return Expectation(recipe, size, length, None, f"beyond what has been measured ({_measured()})")
+    if mst.sparsity.is_limited and experiment.schedule != _without_limit(experiment).schedule:
+        limit = f"{mst.sparsity.sparse_tokens:g} tokens per parameter"
+        why = f"beyond what has been measured, because the sparse phase ends after {limit}"
+        return Expectation(recipe, size, length, None, why)
+    return Expectation(recipe, size, length, gain)
+
+
+_SMALL = "all that is recorded is one seed at 0.12 M parameters and 20 tokens per parameter"
+
+
+def _tokens_per_parameter(experiment: Experiment, sequences: int) -> float:
+    return experiment.training.steps * sequences * experiment.model.seq_length / experiment.model.weights
+
+
+def _measured() -> str:
+    sizes, lengths = (
+        f"{low:,.3g} to {high:,.3g}" for low, high in ([x / 1e6 for x in PARAMETERS], TOKENS_PER_PARAMETER)
+    )
+    return f"{sizes} M parameters, {lengths} tokens per parameter"
+
+
+def _without_limit(experiment: Experiment) -> Experiment:
+    sparsity = replace(experiment.mst.sparsity, sparse_tokens=None)
+    return replace(experiment, mst=replace(experiment.mst, sparsity=sparsity))
+
+
+# --- which recipe fits a goal ---
+
+
+@dataclass(frozen=True)
+class Advice:
+    """The recipe that fits a goal; `dense` is plain dense training."""
+
+    goal: Goal
+    recipe: str
+    why: str
+
+    def __str__(self) -> str:
+        name = "plain dense training" if self.recipe == "dense" else self.recipe
+        return f"for the goal {self.goal}: {name}, because {self.why} ({PAGE})"
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the advice for JSON."""
+        return {"goal": self.goal, "recipe": self.recipe, "text": str(self)}
+
+
+def advise(experiment: Experiment, sequences: int, goal: Goal) -> Advice:
+    """Return the recipe that fits a goal at the size and length of an experiment, as far as the records say."""
+    size, length = experiment.model.weights, _tokens_per_parameter(experiment, sequences)
+    gain = law(size, length)
+    if goal == "inference-cost":
+        if gain is None:
+            return Advice(goal, "dense", f"mst-small has not been measured at this size and length: {_SMALL}")
+        return Advice(
+            goal, "mst-small", f"it ends with a fifth of its weights; its gain is not established yet: {_SMALL}"
+        )
+    if gain is None:
+        return Advice(goal, "dense", f"this size and length are beyond what has been measured ({_measured()})")
+    if not gain.is_established:
+        return Advice(goal, "dense", f"the multiplier of the sparse recipes, {gain}, is not established to be above 1")
+    best = SparsityConfig()
+    assert isinstance(best.warmup, float) and isinstance(best.ultra, float) and isinstance(best.restore, float)
+    if length * (best.warmup + best.ultra + best.restore) > SPARSE_TOKENS:
+        limit = f"its sparse phase ends after {SPARSE_TOKENS:g} tokens per parameter"
+        return Advice(goal, "dense", f"mst-best has not been measured at this length, where {limit}")
+    return Advice(
+        goal, "mst-best", f"its multiplier is {gain}; mst-lean is another choice if attention may stay sparse in use"
+    )

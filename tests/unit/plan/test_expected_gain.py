@@ -1,0 +1,95 @@
+"""What a run is told to expect: a number where it was measured, and the reason where there is none."""
+
+import pytest
+
+from mst_scale.config import load
+from mst_scale.plan.expected_gain import GOALS, SLACK, advise, expect, law, recipe_of
+
+SMALL = {
+    "train_batch_size": 16,
+    "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+    "model": {"n_layer": 2, "n_head": 4, "n_embd": 64, "seq_length": 128, "vocab_size": 257, "vocab_multiple": 1},
+}
+
+
+def run(recipe, steps, *more, config=SMALL):
+    return load({**config, "recipe": recipe}, [f"training.steps={steps}", *more])
+
+
+def test_the_law_at_a_setting():
+    """e^(0.4085 - 0.29 ln 1.22944) at 20 tokens per parameter, where the terms of the length are 0."""
+    gain = law(122_944, 20)
+    assert (gain.multiplier, gain.low, gain.high) == pytest.approx((1.4171, 1.2030, 1.6693), abs=1e-4)
+    assert gain.is_established and not law(429_416, 20).is_established
+    assert law(1_500_000, 6).high < 1
+
+
+@pytest.mark.parametrize(
+    ("parameters", "length"), [(124e6, 20), (122_944, 0.5), (122_944, 4_000), (5_000, 20), (1_500_000, 100)]
+)
+def test_nothing_is_extrapolated(parameters, length):
+    """The last one is between the measured sizes and lengths, but three times as expensive as any run."""
+    assert law(parameters, length) is None
+    assert law(122_944 / SLACK, 6) and law(122_944, 400)
+
+
+@pytest.mark.parametrize("recipe", ["paper", "mst-wsd", "mst-best", "mst-lean", "mst-small", "mst-channels"])
+def test_the_recipe_of_a_config(recipe):
+    assert recipe_of(run(recipe, 1_200)) == recipe
+    assert recipe_of(run(recipe, 1_200, "mst.compute.backend=dense", "mst.topology.check_every=7")) == recipe
+    assert recipe_of(run(recipe, 1_200, "mst.sparsity.max=0.7")) is None
+    assert recipe_of(load("gpt2_small", [f"recipe={recipe}"])) in (recipe, None)
+
+
+def test_a_recipe_is_recognized_with_or_without_its_limit():
+    assert recipe_of(run("mst-best", 1_200, "mst.sparsity.sparse_tokens=null")) == "mst-best"
+    assert recipe_of(load("demo")) == "mst-best" and recipe_of(load("demo", ["training.decay=0.1"])) is None
+
+
+def test_what_a_run_is_told():
+    best = expect(run("mst-best", 1_200), 16)
+    assert (best.recipe, best.gain) == ("mst-best", law(122_944, best.tokens_per_parameter))
+    assert "1.42 (1.20 to 1.67)" in str(best) and "not established" not in str(best)
+    assert "not established" in str(expect(run("mst-lean", 6_000), 16)), "100 tokens per parameter"
+    assert expect(run("mst-lean", 600), 32).gain == best.gain, "the batch is the given one"
+    assert expect(load(SMALL), 16) is None, "dense"
+    assert expect(run("mst-best", 1_200, "mst.sparsity.max=0"), 16) is None
+
+
+@pytest.mark.parametrize(
+    ("experiment", "why"),
+    [
+        (load("gpt2_small", ["recipe=mst-lean"]), "beyond what has been measured"),
+        (run("mst-best", 6_000), "sparse phase ends after 20 tokens per parameter"),
+        (run("mst-small", 1_200), "not established"),
+        (run("mst-channels", 1_200), "not known"),
+        (load(SMALL, method="rigl"), "not known"),
+    ],
+)
+def test_where_there_is_no_number_the_line_says_why(experiment, why):
+    found = expect(experiment, 16)
+    assert found.gain is None and why in str(found)
+    assert found.to_dict()["multiplier"] is None and found.to_dict()["text"] == str(found)
+    assert "\n" not in str(found)
+
+
+@pytest.mark.parametrize(
+    ("steps", "goal", "recipe"),
+    [
+        (1_200, "train-cost", "mst-best"),
+        (1_400, "train-cost", "mst-best"),
+        (3_000, "train-cost", "dense"),  # the law is above 1 there, by runs without the limit of mst-best
+        (6_000, "train-cost", "dense"),
+        (6_000_000, "train-cost", "dense"),
+        (1_200, "inference-cost", "mst-small"),
+        (6_000_000, "inference-cost", "dense"),
+    ],
+)
+def test_which_recipe_fits_a_goal(steps, goal, recipe):
+    advice = advise(load(SMALL, [f"training.steps={steps}"]), 16, goal)
+    assert advice.recipe == recipe and advice.to_dict()["recipe"] == recipe
+    assert ("plain dense training" in str(advice)) == (recipe == "dense") and "\n" not in str(advice)
+
+
+def test_goals_are_those_of_the_command():
+    assert GOALS == ("train-cost", "inference-cost")
