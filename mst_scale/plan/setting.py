@@ -163,7 +163,7 @@ def setting_of(experiment: Experiment, ranks: int) -> Setting:
         tensor=sizes.tensor,
         sequence=sizes.sequence,
         pipeline=sizes.pipeline,
-        compact=compact_of(experiment),
+        compact=compact_of(experiment.with_batch(sizes.data(ranks) * micro * accumulation)),
     )
 
 
