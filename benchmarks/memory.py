@@ -21,7 +21,8 @@ def held(device: str) -> int | None:
 
 
 def peak_of(run: Callable[[], object], device: str) -> int | None:
-    """The most memory that `run` takes beyond what is held before."""
+    """The most memory that `run` takes beyond what is held before, which has no garbage that `run` could free."""
+    give_back()
     before = held(device)
     if device == "cuda":
         torch.cuda.reset_peak_memory_stats()

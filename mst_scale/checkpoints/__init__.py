@@ -1,6 +1,8 @@
 """Checkpoints: folders that survive being killed at any moment, with the masks in them.
 
 store         atomic folders, digested and sealed; which is the newest whole one
+background    saves that training does not wait for: a copy in memory, and the process that writes it
+writer        that process: writes, digests, reads back, seals, removes older ones
 model_config  the configuration of a transformers model, for export and evaluation
 mask_files    masks at rest, written and read beside DeepSpeed's own files
 mask_state    the masks of a run on this rank, with all that a checkpoint keeps about them

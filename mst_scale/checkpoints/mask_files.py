@@ -24,8 +24,8 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 
+from mst_scale import snapshot
 from mst_scale.checkpoints import schedules
 from mst_scale.checkpoints.mask_state import MaskState
 from mst_scale.comm import Damaged
@@ -109,9 +109,8 @@ def write(checkpoint: Path, state: MaskState, rank: int, head: Mapping[str, Any]
             if bits is not None:
                 tensors[f"{name}:{what}"] = bits
     path = file_of(checkpoint, rank)
-    path.parent.mkdir(parents=True, exist_ok=True)
     mine = {**head, "rank": rank, "layers": entries}
-    save_file(tensors, path, metadata={"mst": json.dumps({**mine, "sha256": digest_of(mine, tensors)})})
+    snapshot.save_tensors(tensors, path, {"mst": json.dumps({**mine, "sha256": digest_of(mine, tensors)})})
 
 
 def file_of(checkpoint: Path, rank: int) -> Path:

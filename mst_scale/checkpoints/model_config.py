@@ -13,6 +13,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from mst_scale import snapshot
 from mst_scale.checkpoints.store import write_if_possible
 from mst_scale.hybrid_sparse_attention import Pattern
 
@@ -28,8 +29,12 @@ def save(checkpoint: Path, module: Any, *, method: str | None, step: int, patter
     if pattern.kind != "dense":
         about["attention"] = asdict(pattern)
     config = {**json.loads(module.config.to_json_string()), "architectures": [type(module).__name__]}
+    text = json.dumps({**config, "mst_scale": about}, indent=2) + "\n"
+    if (taken := snapshot.current()) is not None:
+        taken.put(checkpoint / NAME, text.encode())
+        return
     checkpoint.mkdir(parents=True, exist_ok=True)
-    write_if_possible(checkpoint / NAME, json.dumps({**config, "mst_scale": about}, indent=2) + "\n")
+    write_if_possible(checkpoint / NAME, text)
 
 
 def is_transformers(path: Path) -> bool:

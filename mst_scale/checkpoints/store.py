@@ -14,14 +14,17 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mst_scale.comm import Damaged, FailedElsewhere, ParallelDims, Ranks, logger
 from mst_scale.errors import UserError
 from mst_scale.latest import tag_in
+
+if TYPE_CHECKING:
+    from mst_scale.snapshot import Snapshot  # imports torch
 
 PARTIAL = ".partial"
 ASIDE = ".aside"
@@ -65,21 +68,28 @@ def save(
         ranks.agree(lambda: _write(engine, folder, draft.name, {**state, "step": step}))
         more = {} if complete is None else ranks.on_first(lambda: complete(draft), long=True)
         # one list for all: a network file system may show each machine another one for a while
-        names = ranks.on_first(lambda: _files(draft))
-        digests = ranks.agree(lambda: _digests(draft, _share(names, ranks)))
+        names = ranks.on_first(lambda: files_in(draft))
+        digests = ranks.agree(lambda: digests_of(draft, _share(names, ranks)))
         ranks.on_first(lambda: None)  # every rank has read its share back
-        saved = layout(ranks.world_size, int(engine.zero_optimization_stage()), sizes)
-        about = {"tag": tag, "step": step, "batch": batch, "micro": micro, "optimizer": optimizer, **saved, **more}
-        _seal(draft, final, digests, ranks, about)
+        about = describe(engine, ranks, step=step, batch=batch, micro=micro, optimizer=optimizer, sizes=sizes)
+        _seal(draft, final, digests, ranks, {**about, **more})
     except (OSError, FailedElsewhere):
         if ranks.first:
             shutil.rmtree(draft, ignore_errors=True)
         raise
     ranks.agree(lambda: check_undamaged(final, ranks))
-    ranks.on_first(lambda: _prune(folder, keep, step))
+    ranks.on_first(lambda: prune(folder, keep, step))
     seconds = time.monotonic() - start
     logger.info("saved %s in %.1f s", final, seconds)
     return seconds
+
+
+def describe(
+    engine: Any, ranks: Ranks, *, step: int, batch: int, micro: int, optimizer: str | None, sizes: ParallelDims
+) -> dict[str, Any]:
+    """Return what the manifest of a checkpoint says in addition to its files."""
+    saved = layout(ranks.world_size, int(engine.zero_optimization_stage()), sizes)
+    return {"tag": tag_of(step), "step": step, "batch": batch, "micro": micro, "optimizer": optimizer, **saved}
 
 
 def newest(folder: Path, ranks: Ranks, before: int | None = None) -> str | None:
@@ -235,9 +245,14 @@ def damage(checkpoint: Path, ranks: Ranks | None = None, within: str = "") -> li
     except Damaged as error:
         return [str(error)]
     files = {name: entry for name, entry in manifest["files"].items() if name.startswith(within)}
+    return faults_of(checkpoint, files, _share(sorted(files), ranks))
+
+
+def faults_of(folder: Path, files: dict[str, dict[str, Any]], names: Iterable[str]) -> list[str]:
+    """Read these files back and return how they differ from what `files` says of them."""
     faults = []
-    for name in _share(sorted(files), ranks):
-        path = checkpoint / name
+    for name in names:
+        path = folder / name
         if not path.is_file():
             faults.append(f"{name} is missing")
         elif path.stat().st_size != files[name]["bytes"]:
@@ -296,17 +311,23 @@ def _fresh(draft: Path) -> None:
     draft.mkdir(parents=True)
 
 
-def _write(engine: Any, folder: Path, tag: str, state: dict[str, Any]) -> None:
+def copy(engine: Any, snapshot: Snapshot, draft: Path, state: dict[str, Any]) -> None:
+    """Put what a save would write to the folder `draft` into a snapshot, on all ranks together."""
+    _write(engine, draft.parent, draft.name, state, snapshot)
+
+
+def _write(engine: Any, folder: Path, tag: str, state: dict[str, Any], snapshot: Snapshot | None = None) -> None:
     from mst_scale import zero_shards  # and with it DeepSpeed, which `mst inspect` does without
 
     try:
-        with zero_shards.errors_after_saving(engine):
+        with zero_shards.errors_after_saving(engine, snapshot):
             engine.save_checkpoint(str(folder), tag=tag, client_state=state, save_latest=False)
     except (OSError, RuntimeError) as error:
-        raise OSError(f"cannot save a checkpoint in {folder} ({_free(folder)}): {error}") from error
+        raise OSError(f"cannot save a checkpoint in {folder} ({free_space(folder)}): {error}") from error
 
 
-def _free(folder: Path) -> str:
+def free_space(folder: Path) -> str:
+    """Describe how much space the disk of a folder has."""
     try:
         return f"{shutil.disk_usage(folder).free / 1e9:.2f} GB free"
     except OSError as error:  # the folder was removed while the run went on
@@ -317,11 +338,13 @@ def _share(names: list[str], ranks: Ranks | None) -> list[str]:
     return names if ranks is None else names[ranks.rank :: ranks.world_size]
 
 
-def _files(draft: Path) -> list[str]:
+def files_in(draft: Path) -> list[str]:
+    """Return the names of all files in a folder and its folders."""
     return sorted(str(path.relative_to(draft)) for path in draft.rglob("*") if path.is_file())
 
 
-def _digests(draft: Path, names: list[str]) -> dict[str, dict[str, Any]]:
+def digests_of(draft: Path, names: list[str]) -> dict[str, dict[str, Any]]:
+    """Return (bytes, sha256) of files by name, once they are on the disk."""
     digests = {}
     for name in names:
         path = draft / name
@@ -340,19 +363,21 @@ def _seal(draft: Path, final: Path, digests: dict[str, Any], ranks: Ranks, head:
     dist.all_gather_object(shares, digests, group=ranks.control)
     files = {name: entry for share in shares for name, entry in share.items()}
 
-    def rename() -> None:
-        write_atomically(draft / MANIFEST, sealed({**head, "files": files}))
-        if final.exists():  # damaged, or of a run that was set back before it
-            _remove(final)
-        os.rename(draft, final)
-        write_atomically(final.parent / "latest", final.name)
+    ranks.on_first(lambda: seal_files(draft, final, {**head, "files": files}))
 
-    ranks.on_first(rename)
+
+def seal_files(draft: Path, final: Path, manifest: dict[str, Any]) -> None:
+    """Seal a folder in which all ranks have written their files, and name it in `latest`."""
+    write_atomically(draft / MANIFEST, sealed(manifest))
+    if final.exists():  # damaged, or of a run that was set back before it
+        _remove(final)
+    os.rename(draft, final)
+    write_atomically(final.parent / "latest", final.name)
 
 
 def seal_alone(draft: Path, final: Path, about: dict[str, Any]) -> None:
     """Seal a checkpoint that one process has written."""
-    write_atomically(draft / MANIFEST, sealed({**about, "files": _digests(draft, _files(draft))}))
+    write_atomically(draft / MANIFEST, sealed({**about, "files": digests_of(draft, files_in(draft))}))
     os.rename(draft, final)
 
 
@@ -370,8 +395,8 @@ def set_aside(folder: Path, step: int) -> None:
         logger.info("the run continues from step %d: %s set aside as *%s", step, ", ".join(later), ASIDE)
 
 
-def _prune(folder: Path, keep: int, step: int) -> None:
-    """`step` was just verified: it and the newest before it stay."""
+def prune(folder: Path, keep: int, step: int) -> None:
+    """Remove older checkpoints. `step` was just verified: it and the newest before it stay."""
     past = [tag for tag in list_tags(folder) if _step_of(folder / tag) <= step]
     for tag in past[keep:]:
         _remove(folder / tag)

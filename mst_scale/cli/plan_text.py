@@ -77,6 +77,13 @@ def _conclusion(plan: Plan) -> str:
             "Memory and times assume Adam: Muon keeps 4 bytes less per weight of its matrices, and needs\n"
             f"  {more / 1e12:,.3g} TFLOPs more per step over all GPUs (Newton-Schulz)"
         )
+    storage = plan.storage
+    if storage["compact_phases"]:
+        lines.append(
+            _wrap(f"compact storage in the phases {', '.join(storage['compact_phases'])}, if pretrain runs it")
+        )
+    elif plan.experiment.mst.compute.compact == "auto" and plan.sparse_parameters:
+        lines.append(f"dense storage of sparse layers: {storage['why_dense']}")
     if plan.given.sizes == s.sizes and plan.given != s:
         lines.append(
             f"the config's micro-batch of {plan.given.micro} does not divide {s.batch:,} sequences on these GPUs: "
@@ -148,15 +155,16 @@ def _phases(plan: Plan) -> str:
         lines.append(f"  each GPU sends {sent}")
     if not plan.sparse_parameters:
         return "\n".join(lines)
-    rows = [["phase", "steps", "sparse", "FLOPs", "dense step", "expected", "GPU-hours", "expected"]]
+    rows = [["phase", "steps", "sparse", "FLOPs", "dense step", "expected", "GPU-hours", "expected", "GB", "sends"]]
     for p in plan.phases:
         hours = p.steps * plan.setting.ranks / 3600
         rows.append([
             p.name, f"{p.steps:,}", f"{100 * p.sparsity:.0f} %", f"{100 * p.flops:.0f} %", _duration(p.dense_seconds),
             _duration(p.expected_seconds), f"{hours * p.dense_seconds:,.0f}", f"{hours * p.expected_seconds:,.0f}",
+            f"{p.memory_bytes / GB:.1f}", f"{p.sent_bytes / GB:,.3g} GB",
         ])  # fmt: skip
     of_run = [f"{plan.steps:,}", "", f"{100 * plan.flops:.0f} %", "", ""]
-    rows.append(["run", *of_run, f"{plan.dense_hours:,.0f}", f"{plan.expected_hours:,.0f}"])
+    rows.append(["run", *of_run, f"{plan.dense_hours:,.0f}", f"{plan.expected_hours:,.0f}", "", ""])
     lines += align(rows, [0])
     speedup = _times(plan.dense_hours / plan.expected_hours)
     lines.append(f"expected, not measured: {speedup} of the dense run's time, by a roofline of the kernels;")
@@ -190,7 +198,7 @@ def _sides(plan: Plan) -> str:
 def _topology(plan: Plan) -> str:
     t = plan.topology
     if t is None:
-        return ""
+        return "the traffic of topology steps is not planned for compact storage" if plan.sparsest.compact else ""
     rows = [
         ["ranks", *(f"{ranks:,}" for ranks in t.seconds)],
         ["time", *(_duration(seconds) for seconds in t.seconds.values())],

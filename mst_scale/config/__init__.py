@@ -5,6 +5,7 @@ blocks        the blocks model, data and training; method: the block mst
 deepspeed     the DeepSpeed keys that are validated; batch, precision and stage of a config
 presets       model shapes and recipes by name
 check         rejects combinations of keys that cannot run
+compact       whether a config allows sparse layers to store their active weights alone
 parallel      tensor, sequence and pipeline parallelism of a config
 changes       keys that change the result, and the differences of a resumed run
 renamed       keys and values of version 0.1

@@ -280,6 +280,12 @@ class TrainingConfig:
         le=MILLION,
         description="Checkpoints to keep; an older one is deleted after a newer one was verified.",
     )
+    async_save: StrictBool = Field(
+        default=True,
+        description="Write checkpoints in a process of their own while training continues: a save then costs the "
+        "loop a copy into the host's memory. Your own loops, and Trainer, do so if the config sets it to `true`.",
+        json_schema_extra=NO_EFFECT,
+    )
     checkpoint_form: Literal["dense", "compact"] = Field(
         default="dense",
         description="What `mst.compute.compact` saves: `dense` is whole matrices in DeepSpeed's universal layout, from "

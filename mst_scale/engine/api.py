@@ -20,6 +20,7 @@ from mst_scale.compiled.first_use import announced
 from mst_scale.config import RECIPES, Experiment, load, overridden_in_recipe, read, states
 from mst_scale.config.parallel import KEYS, check_pipeline, sizes_of
 from mst_scale.config.support import check_supported, precision_of
+from mst_scale.engine.async_saves import save_in_background
 from mst_scale.engine.compaction import make_compact
 from mst_scale.engine.sequences import cut_sequences
 from mst_scale.engine.sparse_training import SparseTraining
@@ -31,7 +32,7 @@ from mst_scale.hybrid_sparse_attention import SelfAttention
 zero_shards.check_versions()
 _deepspeeds_own = deepspeed.initialize  # before anybody puts another in its place (integrations.integrate)
 
-READ = ("steps", "seed")  # of the block `training`
+READ = ("steps", "seed", "async_save")  # of the block `training`
 FIRST = ("args", "model", "optimizer", "model_parameters")
 Parameters = Iterable[torch.nn.Parameter] | Iterable[dict[str, Any]]
 
@@ -128,6 +129,9 @@ def initialize(
     latest, steps = weakref.ref(training), experiment.training.steps
     own_loops.watch(lambda: (engine := latest()) is None or engine.step >= steps)
     training.begin()
+    in_own_loop = not isinstance(configs[0], Experiment)  # `pretrain` saves in the background itself
+    if in_own_loop and states(configs[0], "training", "async_save") and experiment.training.async_save:
+        training.saves = save_in_background(engine)
     return engine, made, loader, scheduler
 
 

@@ -21,8 +21,7 @@ from torch import nn
 from mst_scale.comm import Mesh, logger
 from mst_scale.comm.exchange import Exchange
 from mst_scale.config import Experiment
-from mst_scale.config.parallel import sizes_of
-from mst_scale.config.support import precision_of
+from mst_scale.config.compact import why_not_compact
 from mst_scale.engine.compact_linear import compact_embedding, compact_linear
 from mst_scale.engine.targets import choose_targets
 from mst_scale.errors import UserError
@@ -34,7 +33,6 @@ from mst_scale.shard import Shard
 from mst_scale.sparse_linear.compact import compact_cross_entropy
 from mst_scale.zero_shards import CompactIndex, indexes_of, mark, shape_of
 
-ADAM = ("adam", "adamw")
 FUSED = (
     nn.TransformerEncoderLayer,
     nn.MultiheadAttention,
@@ -58,7 +56,7 @@ def make_compact(
     """
     if experiment.mst.compute.compact == "off" or experiment.mst.stays_dense:
         return parameters
-    reason = _why_dense_here(optimizer, model, others) or why_dense(experiment)
+    reason = _why_dense_here(optimizer, model, others) or why_not_compact(experiment)
     if reason is None:
         targets = choose_targets(model, experiment.mst.targets)
         reason = next((why for name, p in targets.items() if (why := _why_layer_stays(model, name, p))), None)
@@ -74,30 +72,6 @@ def make_compact(
         len(indexes), f"{sum(index.count for index in indexes):,}", f"{sum(index.numel for index in indexes):,}",
     )  # fmt: skip
     return _replaced(parameters, made)
-
-
-def why_dense(experiment: Experiment) -> str | None:
-    """Return what in the config keeps the layers dense in the steps that an engine trains; None if nothing does."""
-    mst, config = experiment.mst, experiment.deepspeed
-    topology, sizes, sparsities = mst.topology, sizes_of(config), experiment.sparsities
-    first = 0 if experiment.trains is None else experiment.trains[0]
-    kind = str(config.get("optimizer", {}).get("type", "")).lower()
-    offload = config.get("zero_optimization", {}).get("offload_param", {})
-    cases = {
-        f"method {mst.method} multiplies by a function of its weights": mst.function is not None,
-        "mst.masks gives the masks": mst.masks is not None,
-        f"the sparsity changes ({min(sparsities):g} to {max(sparsities):g})": len(sparsities) > 1,
-        "mst.topology.granularity is not element": topology.granularity != "element",
-        f"policy {topology.policy} reads momentum of inactive weights": "momentum" in topology.chosen.reads,
-        f"mst.compute.backend {mst.compute.backend} reads a matrix": mst.compute.backend == "block",
-        "mst.topology.rezero asks for zeros": topology.rezero,
-        "mst.sparsity.initial = magnitude reads the weights first": mst.sparsity.initial != "random" and first == 0,
-        "it is not tested in fp16": precision_of(config) == "fp16",
-        "the optimizer is not the config's Adam or AdamW": kind not in ADAM,
-        "layers are cut over ranks": max(sizes.tensor, sizes.pipeline) > 1,
-        "it is not tested with offload_param": offload.get("device", "none") not in ("none", None),
-    }
-    return next((reason for reason, applies in cases.items() if applies), None)
 
 
 def _why_dense_here(optimizer: Any, model: nn.Module, others: dict[str, Any]) -> str | None:

@@ -41,6 +41,7 @@ import torch
 from mst_scale import zero_shards
 from mst_scale._deprecated import renamed_attribute
 from mst_scale.checkpoints import mask_files, model_config, warm_start
+from mst_scale.checkpoints.background import BackgroundSaves
 from mst_scale.checkpoints.mask_state import MaskState
 from mst_scale.comm import SharedMistake, logger
 from mst_scale.comm.exchange import Exchange, Stages
@@ -107,6 +108,7 @@ class SparseTraining:
             *masked, *functions, self.attention, self.callbacks, *changed, self.record,
         ]  # fmt: skip
         self.measured = next((c for c in self.components if c.measures), None)
+        self.saves: BackgroundSaves | None = None  # of a loop with training.async_save
         self._stepping = False  # DeepSpeed's engine takes a step
         self._updated = False  # at the step under way: an overflow leaves it so
 
@@ -341,6 +343,12 @@ class SparseTraining:
         return self.span("topology" if moving else "masking")
 
     # --- checkpoints ---
+
+    def finish_save(self) -> None:
+        """Wait until the last checkpoint is written, with `training.async_save`; raise an error if it could not be."""
+        saved = None if self.saves is None else self.saves.finish()
+        if saved is not None and saved.error is not None:
+            raise OSError(f"the checkpoint of step {saved.step} was not saved: {saved.error}")
 
     def saving(self, checkpoint: Path) -> dict[str, Any]:
         """Write masks and the model's config into a checkpoint's folder; return the masks' entry of client_state."""

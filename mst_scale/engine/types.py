@@ -59,6 +59,13 @@ class MST(Protocol):
     def check_drift(self) -> None:
         """Raise an error on all ranks if a mask is not what the last topology step left. Call it on every rank."""
 
+    def finish_save(self) -> None:
+        """Wait until the last checkpoint is written, with `training.async_save`. Call it on every rank.
+
+        Raises:
+            OSError: The checkpoint could not be written.
+        """
+
     def on_step(self, call: Callable[[MST], None]) -> None:
         """Run `call(engine.mst)` on every rank at the end of every optimizer step, also of a skipped one."""
 

@@ -12,6 +12,7 @@ slurm_job      what runs inside the job: starts the ranks, on each node too, and
 sweep          methods × seeds, by one of the others, and their table
 command_line   options, and commands written so that a shell reads them back
 environment    the variables, processors and GPUs that ranks get
+phases         the jobs of a run whose phases have different numbers of nodes
 placement      whether ranks that share a layer stay on one node
 supervisor     runs the ranks and hands signals on to them
 restarts       starts the run again when it fails

@@ -5,6 +5,8 @@
 
   CONFIG              a file, or a ready config by name
   --nodes N           number of nodes (default 1)
+  --nodes-by-phase P  another number of nodes for each phase: warmup=4,ultra=1,restore=4,dense=4 submits one job for
+                      each change, which waits for the one before and continues its run on its own nodes
   --gpus-per-node N   GPUs, and ranks, per node (default 8); 0 runs on the CPU, see --ranks-per-node
   --ranks-per-node N  ranks per node, if not one for each GPU
   --cpus-per-rank N   cores per rank (default: your cluster's)
@@ -28,9 +30,10 @@ from __future__ import annotations
 
 import os
 import shutil
+import subprocess
 
 from mst_scale.errors import UserError
-from mst_scale.launch import slurm_job
+from mst_scale.launch import phases, slurm_job
 from mst_scale.launch.command_line import quoted, read_options, split_config
 from mst_scale.launch.environment import ROOT, SCRIPTS
 from mst_scale.launch.placement import check_groups
@@ -38,7 +41,7 @@ from mst_scale.launch.restarts import RESTARTS
 
 
 def main(words: list[str]) -> int:
-    """Read the options, and submit the job in place of this process; a dry run returns 0."""
+    """Read the options, and submit the jobs; a single one in place of this process."""
     options, rest = read_options(
         words,
         __doc__,
@@ -48,7 +51,7 @@ def main(words: list[str]) -> int:
         },
         texts={
             "--time": None, "--partition": None, "--account": None, "--job-name": None, "--log": "slurm-%j.out",
-            "--starter": "srun",
+            "--starter": "srun", "--nodes-by-phase": None,
         },
         lists=["--sbatch"],
         flags=["--doctor", "--dry-run"],
@@ -65,7 +68,7 @@ def main(words: list[str]) -> int:
     tasks = ranks
     if options.starter == "deepspeed":
         tasks, cpus = 1, cpus and cpus * ranks
-    submit = ["sbatch", f"--nodes={options.nodes}", f"--ntasks-per-node={tasks}"]
+    submit = [f"--ntasks-per-node={tasks}"]
     submit += [f"--cpus-per-task={cpus}"] if cpus else []
     # B: only the job's shell gets the warning, and hands it on; it must live to requeue the job.
     submit += ["--requeue", "--open-mode=append", f"--output={options.log}", f"--signal=B:USR1@{options.grace}"]
@@ -82,12 +85,36 @@ def main(words: list[str]) -> int:
     if options.doctor:
         exported["MST_DOCTOR"] = "1"
     os.environ.update(exported)
-    words = [options.starter, str(ranks), str(options.restarts), str(options.requeues), config, *arguments]
-    submit += [str(SCRIPTS / "slurm_job.sh"), str(ROOT), *words]
-    if options.dry_run:
-        print(quoted(submit, exported))
-        slurm_job.show(slurm_job.Step(options.starter, options.nodes, ranks, cpus), config, arguments)
-        return 0
-    if shutil.which("sbatch") is None:
+    words = [str(SCRIPTS / "slurm_job.sh"), str(ROOT), options.starter, str(ranks)]
+    words += [str(options.restarts), str(options.requeues), config, *arguments]
+    if options.nodes_by_phase is not None:
+        shares = phases.shares_of(options.nodes_by_phase, config, arguments)
+    else:
+        shares = [phases.Share((), options.nodes, None)]
+    if not options.dry_run and shutil.which("sbatch") is None:
         raise UserError("there is no sbatch here: log in where jobs are submitted, or use mst launch hostfile")
-    os.execvp("sbatch", submit)
+    before = None
+    for share in shares:
+        stop = [] if share.stop_at is None else ["--stop-at", str(share.stop_at)]
+        after: list[str] = [] if before is None else [f"--dependency=afterok:{before}", "--kill-on-invalid-dep=yes"]
+        command = ["sbatch", f"--nodes={share.nodes}", *after, *submit, *words, *stop]
+        if options.dry_run:
+            print(quoted(command, exported))
+            step = slurm_job.Step(options.starter, share.nodes, ranks, cpus)
+            slurm_job.show(step, config, [*arguments, *stop])
+            before = "JOB-BEFORE"
+        elif len(shares) == 1:
+            os.execvp("sbatch", command)
+        else:
+            before = _submitted(command, share)
+    return 0
+
+
+def _submitted(command: list[str], share: phases.Share) -> str:
+    """Submit one job of several, say so, and return its number."""
+    child = subprocess.run([command[0], "--parsable", *command[1:]], stdout=subprocess.PIPE, text=True, check=False)
+    if child.returncode:
+        raise SystemExit(child.returncode)  # sbatch has said why
+    number = child.stdout.strip().partition(";")[0]
+    print(f"Submitted batch job {number}: {share.name} on {share.nodes} node{'s' * (share.nodes > 1)}", flush=True)
+    return number

@@ -3,6 +3,7 @@
 gpus        peaks of GPUs, nodes and networks by data sheets, and the shares of them that plans assume
 setting     how ranks share a model, and which parameters each of them holds
 traffic     the collectives of a step and their bytes
+backward    the moments of a backward pass, and what is there in each
 memory      bytes on a GPU by part, and on its host
 roofline    seconds of kernels for blocks of weights and for attention patterns
 step_time   seconds of a step, dense and in every phase

@@ -8,6 +8,7 @@ from typing import Any
 
 from mst_scale.config import RATE_DURATIONS, Experiment
 from mst_scale.config.check import BATCH_KEYS, largest_micro
+from mst_scale.config.compact import why_layout_not_compact, why_method_not_compact
 from mst_scale.config.parallel import KEYS, describe_conflict, sizes_of
 from mst_scale.errors import UserError
 from mst_scale.flops.formulas import dense_step_flops, optimizer_flops
@@ -30,9 +31,9 @@ from mst_scale.plan.recommend import (
 )
 from mst_scale.plan.roofline import skips_anything, validate_backend
 from mst_scale.plan.setting import Setting, parameters, setting_of, sparse_parameters
-from mst_scale.plan.step_time import Phase, Seconds, Side, by_side, phases
+from mst_scale.plan.step_time import Phase, Seconds, Side, by_side, phases, sent_bytes
 from mst_scale.plan.topology import TopologyStep, topology_step
-from mst_scale.plan.traffic import exchange, tied_ends, traffic
+from mst_scale.plan.traffic import traffic
 
 OPTIONS = {"tensor": "--tp", "sequence": "--sp", "pipeline": "--pp"}
 
@@ -55,7 +56,7 @@ class Plan:
     why: list[str]
     phases: list[Phase]
     sides: list[Side]  # the sparsest phase by the side of blocks, whatever the config's masks are made of
-    topology: TopologyStep | None
+    topology: TopologyStep | None  # None also with compact storage, whose topology steps send more
 
     @property
     def parameters(self) -> int:
@@ -89,12 +90,14 @@ class Plan:
     @property
     def sent(self) -> dict[str, int]:
         """Bytes that a GPU sends in a dense step, by what it shares with the GPUs that it sends them to."""
-        model, s = self.experiment.model, self.setting
-        calls = {axis: calls * s.accumulation for axis, calls in exchange(model, s).items()}
-        calls["pipeline"] += tied_ends(model, s)
-        calls["data"] = traffic(model, s).of_step(s.accumulation)
-        sizes = {"tensor": s.tensor, "sequence": s.sequence, "pipeline": 2, "data": s.shards}
-        return {axis: sum(call.sent(sizes[axis]) for call in found) for axis, found in calls.items() if found}
+        return sent_bytes(self.experiment.model, self.setting.dense)
+
+    @property
+    def storage(self) -> dict[str, Any]:
+        """The phases whose sparse layers store their active weights alone, or what keeps all of them dense."""
+        s, found = self.setting, [phase.name for phase in self.phases if phase.compact]
+        why = why_method_not_compact(self.experiment) or why_layout_not_compact(s.sizes, s.offload_parameters)
+        return {"compact_phases": found, "why_dense": None if found else why}
 
     @property
     def sparsest(self) -> Phase:
@@ -129,7 +132,7 @@ class Plan:
     def to_dict(self) -> dict[str, Any]:
         """Return the plan for JSON."""
         model, s, best = self.experiment.model, self.setting, self.best
-        sent = traffic(model, s).of_step(s.accumulation)
+        sent = traffic(model, s.dense).of_step(s.accumulation)
         kinds = ("all-reduce", "gather", "scatter")
         return {
             "gpu": asdict(self.machine.gpu),
@@ -141,6 +144,7 @@ class Plan:
             "tokens": self.tokens,
             "setting": asdict(s),
             "set": overrides(s, self.given),
+            "storage": self.storage,
             "memory": self.memory.to_dict(),
             "fits": True,
             "times": "expected by a roofline, not measured",
@@ -235,6 +239,8 @@ def plan(
     why = not_proposed(recommended, rows, own)
     if not can_share:
         why.append(f"data {gpus:,} cannot share {own.batch:,} sequences, so some of the GPUs have to share the model")
+    found_phases = phases(experiment, planned.seconds, s, machine)
+    sparsest = max(found_phases, key=lambda phase: phase.sparsity)
     micro, sizes_given = experiment.deepspeed.get(BATCH_KEYS[1]), sizes_of(experiment.deepspeed)
     return Plan(
         experiment=experiment,
@@ -248,9 +254,9 @@ def plan(
         best=best_masks(experiment, s, recommended.setting, machine),
         layouts=rows,
         why=why,
-        phases=phases(experiment, planned.seconds, s, machine),
+        phases=found_phases,
         sides=by_side(experiment, s, machine),
-        topology=topology_step(experiment, s, machine),
+        topology=None if sparsest.compact else topology_step(experiment, s, machine),
     )
 
 

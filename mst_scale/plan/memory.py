@@ -9,47 +9,50 @@ forward pass and a in that of accumulation; P = N/R, padded:
     gradients      w·N              w·N            a·P, or 2w·P   a·P      2: of earlier and of this micro-batch
     masks          2/8 per sparse weight of the share: active now, and ever active
 
-Memory can be largest at three moments: backward (activations, gradients on their way through buckets), the reduction
-after it (stages 0 and 1, when activations are gone) and the optimizer step (gradients in fp32; on a topology step also
-their dense copy and the lists of candidates). The formulas follow DeepSpeed's source (0.19), and
-`tests/ranks/plan/test_memory.py` compares them with the tensors of real runs on the CPU. Two parts are not tested:
-gradients of activations inside backward (`Activations.working`), and the copy that a fused optimizer, DeepSpeed's
-choice on GPUs, flattens at stage 0. Activations: for b sequences of L tokens, width d, inner width f, h heads,
-vocabulary V and w bytes per value, one block keeps inputs of ln_1 and ln_2, their outputs, q, k, v and attention's
-output 8 · bLd · w the MLP's inner values before and after GELU 2 · bLf · w statistics of two norms and one number per
-attention row, in fp32 bL · (16 + 4h) and the head keeps its input, its normalized input and the logits, and at the peak
-also their gradient. BERT's blocks keep as much, and its head works on the masked positions only. Sparse attention keeps
-the same tensors as dense flash attention, and a second number per row, which is not counted. With recomputation a block
-keeps only its input, and one block at a time is whole.
+With compact storage N counts the values that are stored; each rank also has the whole index, 4 bytes per active weight.
+
+Memory can be largest at three moments: backward (`backward` replays it), the reduction at its end (when activations are
+gone) and the optimizer step (gradients in fp32; on a topology step also their dense copy and the lists of candidates).
+The formulas follow DeepSpeed's source (0.19): stages 0 to 2 have no gradients between steps and allocate buckets at the
+first gradient of a backward pass, stage 2 its part of the gradients when it first reduces a bucket, and stage 3 both
+when it starts. `tests/ranks/plan/test_memory.py` compares them with the tensors of real runs on the CPU, and
+`tests/unit/plan/test_gpu_memory.py` with what a GPU allocated. Not tested is the copy that a fused optimizer,
+DeepSpeed's choice on GPUs, flattens at stage 0. Activations: for b sequences of L tokens, width d, inner width f, h
+heads, vocabulary V and w bytes per value, one block keeps inputs of ln_1 and ln_2, their outputs, q, k, v and
+attention's output 8 · bLd · w, the MLP's inner values before and after GELU 2 · bLf · w, and in fp32 statistics of two
+norms and one number per attention row bL · (16 + 4h); the head keeps its input, its normalized input and the logits.
+BERT's blocks keep as much, and its head works on the masked positions only. Sparse attention keeps the same tensors as
+dense flash attention, and a second number per row, which is not counted. With recomputation a block keeps only its
+input, and one block at a time is whole.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from mst_scale.config import Experiment, ModelConfig
+from mst_scale.plan.backward import FP32, Moment, moments
 from mst_scale.plan.gpus import GPU
 from mst_scale.plan.setting import Parameter, Setting, Share, ends, groups, held, partition, share, sparse_parameters
 from mst_scale.plan.traffic import ALL_REDUCE, fetches
 
-FP32 = 4
 CONTEXT = 2 * 10**9  # CUDA context, libraries, NCCL's buffers
 FRAGMENTS = 0.05  # of what is allocated
-LOSS_PIECES = 3 * 128 * 2**20  # the loss works through the logits in fp32 pieces of 128 MiB on a GPU
 LISTED_WHOLE = 1 << 16  # a topology step lists all candidates of smaller layers, and of larger ones …
 LISTED = 0.08  # … about this share
 LISTED_BYTES = 8  # key and position
+INDEX_BYTES, WIDE_INDEX_BYTES, NARROW = 4, 8, 1 << 31  # of a compact parameter, by the size of its matrix
 WHOLE = Share()
 
 
 @dataclass(frozen=True)
 class Activations:
-    """Bytes of activations, for one micro-batch."""
+    """Bytes of activations at the fullest moment of backward."""
 
-    kept: int  # saved for backward, when the forward pass is done
-    working: int  # on top of that at the peak: gradients of activations, and with recomputation one whole block
+    kept: int  # saved for what is still to come of it
+    working: int  # gradients of activations, and of the weights of the module that is computed
 
     @property
     def total(self) -> int:
@@ -64,11 +67,13 @@ class Memory:
     weights: int
     optimizer: int
     masks: int = 0
-    gradients: int  # the most during backward
-    activations: Activations
+    gradients: int  # at the fullest moment of backward
+    activations: Activations  # and there
     buckets: int = 0  # allocated for the whole run
-    backward_buffers: int = 0  # next to the activations: buckets, flattened copies, gathered parameters
-    reduction_buffers: int = 0  # when backward is done
+    backward_buffers: int = 0  # at the fullest moment: buckets, flattened copies, gathered parameters
+    reduced_gradients: int = 0  # when backward is done
+    reduction_buffers: int = 0  # and then
+    converted: int = 0  # a parameter's gradient that is added in fp32 after its all-reduce
     step_gradients: int = 0  # when the optimizer step begins
     step_buffers: int = 0
     host: int = 0  # from step to step, …
@@ -87,7 +92,7 @@ class Memory:
     @property
     def reduction(self) -> int:
         """The peak of the reduction after backward."""
-        return self.held + self.gradients + self.reduction_buffers
+        return self.held + self.reduced_gradients + self.reduction_buffers + self.converted
 
     @property
     def step(self) -> int:
@@ -119,23 +124,27 @@ class Memory:
         return {**asdict(self), **moments, "needed": int(self.needed)}
 
 
-def memory(experiment: Experiment, s: Setting) -> Memory:
-    """Return the memory of the GPU that needs the most."""
-    return max((_of_stage(experiment, s, stage) for stage in ends(s)), key=lambda found: found.peak)
+def memory(experiment: Experiment, s: Setting, *, topology_steps: bool = True) -> Memory:
+    """Return the memory of the GPU that needs the most, in steps that include topology steps or not."""
+    return max((_of_stage(experiment, s, stage, topology_steps) for stage in ends(s)), key=lambda found: found.peak)
 
 
-def _of_stage(experiment: Experiment, s: Setting, stage: int) -> Memory:
+def _of_stage(experiment: Experiment, s: Setting, stage: int, topology_steps: bool) -> Memory:
     """Return the memory of the ranks of a pipeline stage."""
     model, found = experiment.model, held(experiment.model, s, stage)
-    acts = activations(model, s.micro, s.weight_bytes, s.recompute, share(model, s, stage))
+    block, ends = _kept(model, s.micro, s.weight_bytes, share(model, s, stage))
+    replayed = moments(model, s, stage, block, ends)
     if s.stage == 3:
-        dense = _stage_3(found, s, acts, fetches(model, s).whole)
+        # a single rank holds whole parameters, which DeepSpeed does not copy
+        stored = _stage_3(found, s, replayed, fetches(model, s).whole if s.shards > 1 else 0)
     else:
-        dense = (_stage_1_2 if s.stage else _stage_0)(found, s, acts)
+        stored = (_stage_1_2 if s.stage else _stage_0)(found, s, replayed)
     masks, topology_step = _masks_and_topology_step(experiment, s, found)
+    topology_step *= topology_steps
+    index = sum(p.active * (INDEX_BYTES if p.whole < NARROW else WIDE_INDEX_BYTES) for p in found if p.active)
     if s.offload_optimizer and s.stage:
-        return replace(dense, host=dense.host + masks, host_step=topology_step)
-    return replace(dense, masks=masks, step_buffers=dense.step_buffers + topology_step)
+        return replace(stored, masks=index, host=stored.host + masks, host_step=topology_step)
+    return replace(stored, masks=masks + index, step_buffers=stored.step_buffers + topology_step)
 
 
 def _masks_and_topology_step(experiment: Experiment, s: Setting, found: Sequence[Parameter]) -> tuple[int, int]:
@@ -145,22 +154,41 @@ def _masks_and_topology_step(experiment: Experiment, s: Setting, found: Sequence
         return 0, 0
     names = {p.name for p in sparse_parameters(experiment.model, mst.targets)}
     masked = [p for p in found if p.name in names]
-    shares = [(p.numel, p.numel if s.stage == 0 else -(-p.numel // s.shards)) for p in masked]
+    shares = [(p.whole, p.whole if s.stage == 0 else -(-p.whole // s.shards)) for p in masked]
     dense_gradients = FP32 * sum(share for _, share in shares)
-    lists = LISTED_BYTES * sum(share if numel <= LISTED_WHOLE else int(LISTED * share) for numel, share in shares)
+    lists = [LISTED_BYTES * (share if whole <= LISTED_WHOLE else int(LISTED * share)) for whole, share in shares]
+    taken = dense_gradients + sum(lists)
+    if s.compacted and masked:  # one layer at a time is expanded, and its new index is made of the whole mask
+        by_gradient = mst.topology.reads_dense_gradients(mst.topology.update_fraction, False)
+        largest = max(range(len(masked)), key=lambda i: masked[i].whole)
+        whole, share = shares[largest]
+        layer = 2 * FP32 * share + lists[largest] + whole + WIDE_INDEX_BYTES * (masked[largest].active or 0)
+        taken = layer + (dense_gradients if by_gradient else 0)
     starts_sparse = experiment.schedule.at(0).sparsity > 0
     bits = 1 + (mst.topology.track_coverage and starts_sparse)
-    return bits * sum(-(-share // 8) for _, share in shares), dense_gradients + lists
+    return bits * sum(-(-share // 8) for _, share in shares), taken
 
 
-def _stage_0(found: Sequence[Parameter], s: Setting, acts: Activations) -> Memory:
+# --- what each ZeRO stage holds ---
+
+
+def _fullest(
+    replayed: Sequence[Moment], gradients: Callable[[Moment], int], buffers: Callable[[Moment], int]
+) -> dict[str, Any]:
+    """Return the parts of the fullest moment of backward, as `Memory` names them."""
+    found = [(x.saved, x.working, gradients(x), buffers(x)) for x in replayed]
+    saved, working, held_then, room = max(found, key=sum)
+    return {"activations": Activations(saved, working), "gradients": held_then, "backward_buffers": room}
+
+
+def _stage_0(found: Sequence[Parameter], s: Setting, replayed: Sequence[Moment]) -> Memory:
     n, w = sum(p.numel for p in found), s.weight_bytes
     mixed = w < FP32
     return Memory(
         weights=w * n,
         optimizer=(3 if mixed else 2) * FP32 * n,
-        gradients=w * n,
-        activations=acts,
+        **_fullest(replayed, lambda x: w * (n if s.accumulation > 1 else x.done), lambda x: 0),
+        reduced_gradients=w * n,
         reduction_buffers=w * min(n, ALL_REDUCE + max(p.numel for p in found)) if s.shards > 1 else 0,
         step_gradients=w * n,
         # in fp32 one by one, and flattened for a fused optimizer
@@ -168,83 +196,89 @@ def _stage_0(found: Sequence[Parameter], s: Setting, acts: Activations) -> Memor
     )
 
 
-def _stage_1_2(found: tuple[Parameter, ...], s: Setting, acts: Activations) -> Memory:
+def _stage_1_2(found: tuple[Parameter, ...], s: Setting, replayed: Sequence[Moment]) -> Memory:
     n, w = sum(p.numel for p in found), s.weight_bytes
     parts = partition(found, s.shards)
     part = sum(parts)
+    # gradients of another type have a flat buffer; otherwise a parameter in several partitions is whole in each
+    mine = s.accumulate_bytes * (part if s.separate_accumulation else max(_overlapping(found, s.shards)))
     largest = max(p.numel for p in found)
     bucket = s.reduce_bucket * (2 if s.overlap else 1)
     # a parameter in several partitions is flattened to be all-reduced; one larger than a bucket is sent by itself
     alone = largest > s.reduce_bucket
     flattened = max(min(s.reduce_bucket, n), largest if alone and _straddles(found, s.shards, largest) else 0)
-    before = s.accumulation > 1 and not s.separate_accumulation
+    before = s.accumulation > 1
     if s.stage == 1:  # a gradient moves into the bucket and out of it into this rank's partition
-        gradients, reduction = w * n, w * (bucket + flattened - min(s.reduce_bucket, n))
-        backward = reduction if s.overlap else w * bucket
+        reduced, reduction = w * n, w * (bucket + flattened - min(s.reduce_bucket, n))
+        reducing = reduction if s.overlap else w * bucket
     else:
-        gradients = s.accumulate_bytes * part * (2 if before else 1)
-        backward = reduction = w * (bucket + flattened + (largest if alone else 0))
-    weights = w * part * s.shards
+        reduced = mine * (2 if before and not s.separate_accumulation else 1)
+        reducing = reduction = w * (bucket + flattened + (largest if alone else 0))
+    # what was reduced is added to gradients of another type parameter by parameter
+    converted = FP32 * min(largest, max(parts)) if s.stage == 2 and s.separate_accumulation else 0
+    # gradients leave the GPU as they are reduced, through a buffer for the largest; in a type of their own they are
+    # accumulated here all the same
+    through, here = 0, mine
     if s.offload_optimizer:
-        # gradients leave the GPU as they are reduced, through a buffer for the largest; in a type of their own they are
-        # accumulated here all the same
-        here = s.accumulate_bytes * part if s.separate_accumulation else 0
-        return Memory(
-            weights=weights,
-            optimizer=0,
-            gradients=gradients if s.stage == 1 else here,
-            activations=acts,
-            backward_buffers=backward + w * largest,
-            reduction_buffers=reduction + w * largest,
-            step_gradients=here,
-            host=_offloaded(part, s) + w * part + w * largest,
-        )
-    # flattened in their own type, then in fp32: both are one if they were accumulated in fp32 next to another type
-    flat = 0 if s.separate_accumulation else (w + FP32 if w < FP32 else FP32) * max(parts)
-    return Memory(
-        weights=weights,
+        through, here = w * largest, here if s.separate_accumulation else 0
+        reduced = reduced if s.stage == 1 else here
+
+    def gradients(x: Moment) -> int:
+        if s.stage == 1:
+            return w * (n if before else x.done)
+        if s.offload_optimizer or s.separate_accumulation:
+            return reduced if before or _reduces(x, s) else 0
+        return mine * (before + _reduces(x, s))
+
+    def buffers(x: Moment) -> int:
+        if x.done + x.own == 0:
+            return 0
+        return reducing + converted + through if _reduces(x, s) else w * bucket
+
+    memory = Memory(
+        weights=w * part * s.shards,
         optimizer=3 * FP32 * part,
-        gradients=gradients,
-        activations=acts,
-        backward_buffers=backward,
-        reduction_buffers=reduction,
-        step_gradients=s.accumulate_bytes * part,
-        step_buffers=flat,
+        **_fullest(replayed, gradients, buffers),
+        reduced_gradients=reduced,
+        reduction_buffers=reduction + through,
+        converted=converted,
+        step_gradients=here,
+        # flattened in their own type, then in fp32: both are one if they were accumulated in fp32 next to another type
+        step_buffers=0 if s.separate_accumulation else (w + FP32 if w < FP32 else FP32) * max(parts),
     )
+    if not s.offload_optimizer:
+        return memory
+    return replace(memory, optimizer=0, step_buffers=0, host=_offloaded(part, s) + w * part + w * largest)
 
 
-def _stage_3(found: Sequence[Parameter], s: Setting, acts: Activations, whole: int) -> Memory:
+def _reduces(x: Moment, s: Setting) -> bool:
+    """Return whether the first bucket is full: it is reduced, and what receives the gradients is allocated."""
+    return x.done + x.own > s.reduce_bucket
+
+
+def _stage_3(found: Sequence[Parameter], s: Setting, replayed: Sequence[Moment], whole: int) -> Memory:
     n, w, a = sum(p.numel for p in found), s.weight_bytes, s.accumulate_bytes
     parts = [-(-p.numel // s.shards) for p in found]
     part, largest = sum(parts), max(p.numel for p in found)
-    lasting = sum(p.numel for p in found if p.numel <= s.persistence)
+    lasting = sum(p.numel for p in found if p.numel <= s.persistence) if s.shards > 1 else 0
     scattered = min(max(s.reduce_bucket, largest), n)  # put in the order of the ranks
-    backward = w * (scattered + (largest if largest > s.reduce_bucket else 0) + whole)
+    reduction = w * (scattered + (largest if largest > s.reduce_bucket else 0))
     sub_group = min(part, s.sub_group + max(parts))
-    step = FP32 * sub_group + (a * sub_group if a < FP32 else 0)
-    weights, buckets = w * (part + lasting), w * s.reduce_bucket
-    if s.offload_optimizer:
-        on_host = w * part if s.offload_parameters else 0
-        return Memory(
-            weights=weights - on_host,
-            optimizer=0,
-            gradients=0,
-            activations=acts,
-            buckets=buckets,
-            backward_buffers=backward,
-            step_buffers=FP32 * max(parts),
-            host=_offloaded(part, s) + on_host,
-        )
-    return Memory(
-        weights=weights,
+    on_host = w * part if s.offload_parameters else 0
+    gradients = 0 if s.offload_optimizer else a * part
+    memory = Memory(
+        weights=w * (part + lasting) - on_host,
         optimizer=3 * FP32 * part,
-        gradients=a * part,
-        activations=acts,
-        buckets=buckets,
-        backward_buffers=backward,
-        step_gradients=a * part,
-        step_buffers=step,
+        **_fullest(replayed, lambda x: gradients, lambda x: w * whole + (reduction if _reduces(x, s) else 0)),
+        buckets=w * s.reduce_bucket,
+        reduced_gradients=gradients,
+        reduction_buffers=reduction + w * whole,
+        step_gradients=gradients,
+        step_buffers=FP32 * sub_group + (a * sub_group if a < FP32 else 0),
     )
+    if not s.offload_optimizer:
+        return memory
+    return replace(memory, optimizer=0, step_buffers=FP32 * max(parts), host=_offloaded(part, s) + on_host)
 
 
 def _offloaded(part: int, s: Setting) -> int:
@@ -255,40 +289,48 @@ def _offloaded(part: int, s: Setting) -> int:
 
 def _straddles(found: tuple[Parameter, ...], ranks: int, numel: int) -> bool:
     """Return whether any parameter of this size lies in two partitions of its flat buffer."""
+    return any(p.numel == numel and first != last for p, first, last in _places(found, ranks))
+
+
+def _overlapping(found: tuple[Parameter, ...], ranks: int) -> list[int]:
+    """Return the elements of all parameters that lie at least partly in each rank's partitions."""
+    elements = [0] * ranks
+    for p, first, last in _places(found, ranks):
+        for rank in range(first, last + 1):
+            elements[rank] += p.numel
+    return elements
+
+
+def _places(found: tuple[Parameter, ...], ranks: int) -> Iterator[tuple[Parameter, int, int]]:
+    """Yield each parameter with the first and the last rank in whose partition of a flat buffer it lies."""
     for group, part in zip([g for g in groups(found) if g], partition(found, ranks), strict=True):
         start = 0
         for p in group:
-            if p.numel == numel and start // part != (start + numel - 1) // part:
-                return True
+            yield p, start // part, (start + p.numel - 1) // part
             start += p.numel
-    return False
 
 
 # --- activations ---
 
 
-def activations(model: ModelConfig, micro: int, width: int, recompute: bool, share: Share = WHOLE) -> Activations:
-    """Return the activations of one rank at their peak, for values of `width` bytes.
+def kept_bytes(model: ModelConfig, micro: int, width: int, recompute: bool, share: Share = WHOLE) -> int:
+    """Return the bytes that autograd has saved on one rank when the forward pass is done, for values of `width` bytes.
 
     A rank of a tensor-parallel group of t keeps 1/t of q, k, v, of attention's output and rows and of the MLP's inner
     values. A rank that shares a sequence with s - 1 others keeps everything of 1/s of the tokens. A pipeline stage
     keeps its own blocks, once for every micro-batch in flight.
     """
-    tokens, predicted = micro * model.seq_length // share.sequence, micro * model.predicted // share.sequence
     layers = model.n_layer if share.layers is None else share.layers
-    block = block_bytes(model, micro, width, share)
+    block, ends = _kept(model, micro, width, share)
+    stream = micro * model.seq_length // share.sequence * model.n_embd * width
+    return share.in_flight * layers * (stream if recompute else block) + ends
+
+
+def _kept(model: ModelConfig, micro: int, width: int, share: Share) -> tuple[int, int]:
+    """(bytes of a block, bytes of everything before and after the blocks)."""
+    tokens, predicted = micro * model.seq_length // share.sequence, micro * model.predicted // share.sequence
     ends = _ends_bytes(model, tokens, predicted, width) if share.head else 8 * tokens
-    logits = predicted * model.padded_vocab * width  # their gradient
-    inner = tokens * (2 * model.ffw // share.tensor + 2 * model.n_embd) * width  # gradients inside an MLP
-    head = logits + min(LOSS_PIECES, 3 * FP32 * predicted * model.padded_vocab) if share.head else 0
-    stream = tokens * model.n_embd * width
-    # q, k and v before they are exchanged for whole sequences of fewer heads; activations from and to other stages
-    exchanged = (3 * stream // share.tensor if share.sequence > 1 else 0) + (2 * stream if share.piped else 0)
-    if not recompute:
-        return Activations(share.in_flight * layers * block + ends, max(head, inner) + exchanged)
-    kept = share.in_flight * layers * stream + ends
-    # at the head's peak every block keeps only its input; what the head kept is gone when blocks are recomputed
-    return Activations(kept, max(head, block + inner - ends) + exchanged)
+    return block_bytes(model, micro, width, share), ends
 
 
 def block_bytes(model: ModelConfig, micro: int, width: int, share: Share = WHOLE) -> int:

@@ -20,7 +20,7 @@ from mst_scale.flops.ledger import stretches
 from mst_scale.plan.gpus import Machine
 from mst_scale.plan.memory import Memory, memory
 from mst_scale.plan.roofline import in_channels
-from mst_scale.plan.setting import Setting
+from mst_scale.plan.setting import Setting, compact_of, stretch_settings
 from mst_scale.plan.step_time import Seconds, may_be_blocks, sparse_seconds, step_seconds, with_blocks
 
 LARGEST_MICRO = 64  # beyond it matrix products do not become faster
@@ -209,16 +209,19 @@ def best_masks(experiment: Experiment, own: Setting, recommended: Setting, machi
 
     def of(side: int | None) -> Best:
         there = experiment if side is None else with_blocks(experiment, side)
+        s = replace(recommended, compact=compact_of(there))  # blocks are stored whole
+        stored = stretch_settings(there, s)
         run = (
-            stretch.steps * sparse_seconds(there, recommended, machine, stretch.density, stretch.pattern).total
-            for stretch in stretches(there)
+            x.steps * sparse_seconds(there, stored(x.start, x.stop), machine, x.density, x.pattern).total
+            for x in stretches(there)
         )
-        return Best(side, recommended, memory(there, recommended), sum(run), dense)
+        return Best(side, s, memory(there, s), sum(run), dense)
 
     unchanged = of(None)
     if not may_be_blocks(experiment) or in_channels(experiment):  # channels are chosen in place of blocks
         return unchanged
-    fastest = max((of(side) for side in MEASURED_SIDES), key=lambda best: best.speedup)
+    possible = [best for best in map(of, MEASURED_SIDES) if best.memory.fits(machine.gpu)]
+    fastest = max(possible, key=lambda best: best.speedup, default=unchanged)
     return fastest if fastest.speedup > MUCH_BETTER * unchanged.speedup else unchanged
 
 

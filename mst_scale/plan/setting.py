@@ -8,11 +8,14 @@ Over t tensor-parallel ranks, qkv and the MLP's first matrix are cut by rows, wi
 and the MLP's second matrix are cut by columns; embeddings, norms and the head are whole on each rank. If a pipeline
 does not divide the layers, its first stages have one more. The first stage holds the embeddings, the last one the final
 norm and the head, which if tied is a second copy of the token embedding.
+
+With `mst.compute.compact`, a sparse parameter is a vector of its K active weights, padded to a multiple of 64.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from typing import Any
@@ -20,14 +23,27 @@ from typing import Any
 from mst_scale.comm import ParallelDims
 from mst_scale.config import Experiment, ModelConfig, TargetsConfig
 from mst_scale.config.check import batch_shape
+from mst_scale.config.compact import stretches, why_layout_not_compact, why_method_not_compact
 from mst_scale.config.parallel import sizes_of
 from mst_scale.config.support import precision_of
 from mst_scale.errors import UserError
+from mst_scale.mixed_growing.distribution import active_counts, stored_length
 
 BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 TOKEN_TYPES = 2  # of BERT
 EMBEDDINGS = ("wte", "wpe", "wtt")
 CUT_BY_ROWS, CUT_BY_COLUMNS = ("attention.qkv", "mlp.up"), ("attention.proj", "mlp.down")
+
+
+@dataclass(frozen=True)
+class Compact:
+    """The targets of a run of constant sparsity, which can store their active weights alone."""
+
+    include: tuple[str, ...]
+    exclude: tuple[str, ...]
+    lm_head: bool
+    sparsity: float
+    distribution: str
 
 
 @dataclass(frozen=True)
@@ -54,6 +70,7 @@ class Setting:
     tensor: int = 1  # ranks that share a layer's matrices
     sequence: int = 1  # ranks that share a sequence
     pipeline: int = 1  # stages of consecutive layers
+    compact: Compact | None = None  # None: all weights are stored; see `compacted`
 
     @cached_property
     def sizes(self) -> ParallelDims:
@@ -69,6 +86,16 @@ class Setting:
     def shards(self) -> int:
         """The number of ranks that hold the same weights, over which ZeRO partitions them."""
         return self.data * self.sequence
+
+    @property
+    def compacted(self) -> Compact | None:
+        """Which parameters store their active weights alone in this layout; None if none do."""
+        return self.compact if why_layout_not_compact(self.sizes, self.offload_parameters) is None else None
+
+    @property
+    def dense(self) -> Setting:
+        """The same setting with all weights stored."""
+        return self if self.compact is None else replace(self, compact=None)
 
     @property
     def weight_bytes(self) -> int:
@@ -136,7 +163,32 @@ def setting_of(experiment: Experiment, ranks: int) -> Setting:
         tensor=sizes.tensor,
         sequence=sizes.sequence,
         pipeline=sizes.pipeline,
+        compact=compact_of(experiment),
     )
+
+
+def compact_of(experiment: Experiment) -> Compact | None:
+    """Return what an engine stores as active weights alone, if the layout allows it too; None if nothing."""
+    if why_method_not_compact(experiment) is not None:
+        return None
+    t, (sparsity,) = experiment.mst.targets, experiment.sparsities
+    return Compact(tuple(t.include), tuple(t.exclude), t.lm_head, sparsity, experiment.mst.sparsity.distribution)
+
+
+def stretch_settings(experiment: Experiment, s: Setting) -> Callable[[int, int], Setting]:
+    """Return the function that gives the setting of the engine that trains the steps after `start` … `stop` - 1 steps.
+
+    A run whose sparsity changes has compact storage in some of them (`config.compact`), and dense storage elsewhere.
+    """
+    found = [
+        (one, replace(s, compact=compact_of(replace(experiment, trains=(one.first, one.last)))))
+        for one in stretches(experiment, why_method_not_compact)
+    ]
+
+    def of(start: int, stop: int) -> Setting:
+        return next((there for one, there in found if one.first <= start and stop <= one.last + 1), s)
+
+    return of
 
 
 def _offloads(zero: dict[str, Any], key: str) -> bool:
@@ -151,14 +203,20 @@ def _offloads(zero: dict[str, Any], key: str) -> bool:
 
 @dataclass(frozen=True)
 class Parameter:
-    """The name and shape of a parameter."""
+    """The name and shape of a parameter, and how many of its weights are active if only these are stored."""
 
     name: str
     shape: tuple[int, ...]
+    active: int | None = None
 
     @cached_property
     def numel(self) -> int:
-        """The number of elements."""
+        """The number of elements that are stored."""
+        return self.whole if self.active is None else stored_length(self.active)
+
+    @cached_property
+    def whole(self) -> int:
+        """The number of elements of the tensor."""
         return math.prod(self.shape)
 
     @property
@@ -225,7 +283,16 @@ class Share:
 
 def held(model: ModelConfig, s: Setting, stage: int = 0) -> tuple[Parameter, ...]:
     """Return the parameters that each rank of a pipeline stage holds before ZeRO partitions them."""
-    return _held(model, s.tensor, s.pipeline, stage)
+    found = _held(model, s.tensor, s.pipeline, stage)
+    return found if s.compacted is None else _compacted(model, found, s.compacted)
+
+
+@cache
+def _compacted(model: ModelConfig, found: tuple[Parameter, ...], compact: Compact) -> tuple[Parameter, ...]:
+    targets = _sparse(model, compact.include, compact.exclude, compact.lm_head)
+    counts = active_counts([p.shape for p in targets], compact.sparsity, compact.distribution)
+    active = {p.name: n for p, n in zip(targets, counts, strict=True) if n < p.whole}  # others are left dense
+    return tuple(replace(p, active=active.get(p.name)) for p in found)
 
 
 def ends(s: Setting) -> tuple[int, ...]:

@@ -34,6 +34,7 @@ from mst_scale.flops.ledger import densities, forecast, sparse_matrices, stretch
 from mst_scale.hybrid_sparse_attention.pattern import Pattern
 from mst_scale.mixed_growing.config import BlockGranularity
 from mst_scale.plan.gpus import Machine
+from mst_scale.plan.memory import memory
 from mst_scale.plan.roofline import (
     SIDES,
     Attention,
@@ -48,7 +49,7 @@ from mst_scale.plan.roofline import (
     skips,
     weight_gradient,
 )
-from mst_scale.plan.setting import Setting, Share, ends, held, layers_of, partition, share
+from mst_scale.plan.setting import Setting, Share, compact_of, ends, held, layers_of, partition, share, stretch_settings
 from mst_scale.plan.traffic import Call, exchange, tied_ends, traffic
 
 OPTIMIZER_BYTES = 42  # per weight: gradient read for its norm, clipped, read; master and two moments read and written
@@ -88,7 +89,8 @@ class Seconds:
 def step_seconds(
     experiment: Experiment, s: Setting, machine: Machine, busy: Callable[[int], Busy] | None = None
 ) -> Seconds:
-    """Estimate a dense step; with `busy`, a step whose stages are busy for that long."""
+    """Estimate a dense step; with `busy`, a step of the run whose stages are busy for that long."""
+    s = s if busy else s.dense
     model, gpu, e = experiment.model, machine.gpu, machine.efficiency
     of = busy or partial(_dense_busy, model, s, machine)
     products, attention, elementwise = max((of(stage) for stage in ends(s)), key=sum)
@@ -218,6 +220,7 @@ def sparse_seconds(
 
     def busy(stage: int) -> Busy:
         products, attention, elementwise = _dense_busy(model, s, machine, stage)
+        elementwise += s.accumulation * _expanded(model, s, stage) / (machine.gpu.bandwidth * machine.efficiency.memory)
         for layer, product, times in _skipping(experiment, s, density, stage):
             products += times * (product(layer, machine) - dense_product(layer, machine))
         if not pattern.is_dense(model.seq_length):
@@ -228,6 +231,16 @@ def sparse_seconds(
         return products, attention, elementwise
 
     return step_seconds(experiment, s, machine, busy)
+
+
+def _expanded(model: ModelConfig, s: Setting, stage: int) -> float:
+    """Return the bytes that a micro-batch moves to expand compact layers, in each pass, and to collect gradients."""
+    total = 0.0
+    for p in held(model, s, stage):
+        if p.active is not None:
+            zeros, values = s.weight_bytes * p.whole, (4 + 2 * s.weight_bytes) * p.active
+            total += (3 if s.recompute else 2) * (zeros + values) + values
+    return total
 
 
 def _skipping(
@@ -257,7 +270,11 @@ def _skipping(
 
 @dataclass(frozen=True)
 class Phase:
-    """A phase of the run: averages over its steps; FLOPs in the causal accounting, relative to dense."""
+    """A phase of the run: averages over its steps; FLOPs in the causal accounting, relative to dense.
+
+    Memory is that of the GPU that needs the most, with what its libraries need (`Memory.needed`). Bytes are those that
+    a GPU sends in a step that is no topology step. Of a phase that is partly compact, memory is that of dense storage.
+    """
 
     name: str
     steps: int
@@ -265,17 +282,38 @@ class Phase:
     flops: float
     dense_seconds: float  # of a dense step
     expected_seconds: float  # of a step, by `sparse_seconds`
+    compact: bool  # whether sparse layers store their active weights alone
+    memory_bytes: int
+    sent_bytes: int
 
 
 def phases(experiment: Experiment, dense: Seconds, s: Setting, machine: Machine) -> list[Phase]:
     """Return the phases in order; their FLOPs are those of `flops.ledger.forecast`."""
-    whole = forecast(experiment)
+    whole, stored = forecast(experiment), stretch_settings(experiment, s)
     result = []
     for phase, (_, inside) in zip(whole.phases, groupby(stretches(experiment), lambda x: x.phase), strict=True):
         flops = phase.flops["causal"].total / whole.dense["causal"].total
-        expected = sum(x.steps * sparse_seconds(experiment, s, machine, x.density, x.pattern).total for x in inside)
-        result.append(Phase(phase.name, phase.steps, phase.sparsity, flops, dense.total, expected / phase.steps))
+        expected = sent = 0.0
+        used: dict[Setting, None] = {}
+        for x in inside:
+            there = stored(x.start, x.stop)
+            used[there] = None
+            expected += x.steps * sparse_seconds(experiment, there, machine, x.density, x.pattern).total
+            sent += x.steps * sum(sent_bytes(experiment.model, there).values())
+        needed = max(int(memory(experiment, one, topology_steps=phase.sparsity > 0).needed) for one in used)
+        compact = all(one.compacted is not None for one in used)
+        each = (dense.total, expected / phase.steps, compact, needed, round(sent / phase.steps))
+        result.append(Phase(phase.name, phase.steps, phase.sparsity, flops, *each))
     return result
+
+
+def sent_bytes(model: ModelConfig, s: Setting) -> dict[str, int]:
+    """Return the bytes that a GPU sends in a step, by what it shares with the GPUs that it sends them to."""
+    calls = {axis: calls * s.accumulation for axis, calls in exchange(model, s).items()}
+    calls["pipeline"] += tied_ends(model, s)
+    calls["data"] = traffic(model, s).of_step(s.accumulation)
+    sizes = {"tensor": s.tensor, "sequence": s.sequence, "pipeline": 2, "data": s.shards}
+    return {axis: sum(call.sent(sizes[axis]) for call in found) for axis, found in calls.items() if found}
 
 
 @dataclass(frozen=True)
@@ -300,7 +338,8 @@ def by_side(experiment: Experiment, s: Setting, machine: Machine) -> list[Side]:
     for side in (1, *SIDES):
         there = with_blocks(experiment, side)
         density = densities(there, sparse_matrices(there), sparsest.sparsity)
-        sparse = sparse_seconds(there, s, machine, density, pattern)
+        stored = replace(s, compact=compact_of(there))
+        sparse = sparse_seconds(there, stored, machine, density, pattern)
         found.append(Side(side, sparse.total, dense.total / sparse.total, dense.products / sparse.products))
     return found
 

@@ -10,7 +10,7 @@ of w bytes:
     stage 3    gather as `fetches` lists, scatter w·N with every micro-batch
 
 Stages 1 and 2 all-reduce buckets and keep their part (`use_multi_rank_bucket_allreduce`). N is what one rank holds
-before ZeRO (`setting.held`), R the number of ranks that hold the same.
+before ZeRO (`setting.held`; with compact storage the values that are stored), R the number of ranks that hold the same.
 
 Ranks that share a model: with b sequences of L tokens, width d, t, s and p ranks that share a layer, a sequence and the
 layers, b·(L/s)·d·w bytes of activations lie between layers. In each micro-batch
@@ -84,7 +84,7 @@ def _traffic(model: ModelConfig, s: Setting) -> Traffic:
     if s.stage == 3:
         return _traffic_of_stage_3(model, found, s)
     weights = [Call("gather", w * part * s.shards) for part in partition(found, s.shards)]
-    norms = [Call("all-reduce", 4) for _ in weights]
+    norms = [Call("all-reduce", 8 if s.compacted else 4) for _ in weights]  # compact runs sum them in float64
     overflow = [Call("all-reduce", 1)] if w < 4 else []
     # stage 1 without overlap takes gradients group by group, stage 2 in the order in which backward computes them
     by_group = s.stage == 1 and not s.overlap
@@ -186,7 +186,7 @@ def fetches(model: ModelConfig, s: Setting) -> Fetches:
     releases the parameters that are not needed again within `stage3_max_reuse_distance` elements and not yet looked
     ahead for. Bytes and memory so follow from a config's thresholds.
     """
-    alone = replace(s.at_stage(3), ranks=s.tensor, sequence=1, micro=1, accumulation=1)
+    alone = replace(s.at_stage(3), ranks=s.tensor, sequence=1, micro=1, accumulation=1, compact=s.compacted)
     return _fetches(model, replace(alone, offload_optimizer=False, offload_parameters=False))
 
 

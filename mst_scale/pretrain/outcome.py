@@ -12,7 +12,7 @@ from typing import Literal
 from mst_scale.comm import logger
 from mst_scale.pretrain.start import output_folder, parse_arguments, read_experiment
 from mst_scale.run_logging import run_file
-from mst_scale.run_logging.run_file import DIVERGED, FINISHED, STOPPED
+from mst_scale.run_logging.run_file import DIVERGED, FINISHED, PAUSED, STOPPED
 
 ELSEWHERE = ("hostfile", "mpi")  # launchers whose ranks may all be on other machines
 
@@ -25,7 +25,7 @@ def outcome(code: int, argv: Sequence[str]) -> Literal["done", "stop", "again"]:
         argv: The arguments of `mst_scale.pretrain`, which determine the folder of the run.
 
     Returns:
-        "done" if the run is finished, or was saved because it was asked to stop; "stop" if starting it again would not
+        "done" if the run is finished, or was saved because it was to stop; "stop" if starting it again would not
         help, because it has diverged twice in a row at the same step; "again" in all other cases.
     """
     before, logger.disabled = logger.disabled, True  # the ranks have already logged everything about the options
@@ -46,5 +46,5 @@ def outcome(code: int, argv: Sequence[str]) -> Literal["done", "stop", "again"]:
     last = (run_file.read(out / "run.json").get("starts") or [{}])[-1]
     how = last.get("how") if last.get("job", {}).get("MST_START") == os.environ.get("MST_START") else None
     if code == 0:
-        return "done" if how in (FINISHED, STOPPED) else "again"
+        return "done" if how in (FINISHED, STOPPED, PAUSED) else "again"
     return "stop" if code == 3 and how == DIVERGED[True] else "again"

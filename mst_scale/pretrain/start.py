@@ -116,6 +116,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     add("--eval-every", type=int, metavar="N", help="overrides training.eval_every")
     add("--eval-data", metavar="DIR", help="the tasks' files (default: from the hub)")
     add("--set", action="append", default=[], metavar="K=V", help="override any key, repeatable")
+    add("--stop-at", type=int, metavar="N", help="save and stop after step N; the same run continues from there")
     add("--resume", default="auto", metavar="auto|never|TAG", help="continue from a checkpoint of OUT")
     add("--local_rank", type=int, help=argparse.SUPPRESS)  # the deepspeed launcher passes it
     args = parser.parse_args(argv)
@@ -157,6 +158,8 @@ def read_experiment(args: argparse.Namespace) -> Experiment:
         raise UserError(
             f"the length of method dense-short is determined by the FLOPs of {experiment.mst.like}: leave out --steps"
         )
+    if args.stop_at is not None and args.stop_at < 1:
+        raise UserError(f"--stop-at {args.stop_at}: give the number of a step, from 1")
     check(experiment)
     if branches:
         experiment = schedules.plan_branch(experiment, args.branch_decay_from, out)

@@ -1,68 +1,25 @@
 """Says which steps of a run are trained with compact storage, and starts the processes again where that changes.
 
-DeepSpeed lays out its shards when an engine is made, so an engine stores either whole matrices or a fixed number of
-active weights. With `mst.compute.compact: "auto"`, each long stretch of steps of one sparsity is trained compact, and
-the rest of the run dense. Where one follows the other, the run saves a checkpoint in the universal layout, which both
-load, and every rank replaces itself by a new process (`comm.start_again`). Nothing of the old engine stays in memory,
-and the new process continues as any resumed run does.
-
-A step number s counts finished steps: the topology step that brings the masks to the sparsity of s is part of step s.
-A stretch of steps with sparsity S whose masks have K weights from step `first` on, and others from step `end` on, is
-therefore compact for the steps first + 1 … end - 1.
+With `mst.compute.compact: "auto"`, each long stretch of steps of one sparsity is trained compact, and the rest of the
+run dense (`config.compact`). Where one follows the other, the run saves a checkpoint in the universal layout, which
+both load, and every rank replaces itself by a new process (`comm.start_again`). Nothing of the old engine stays in
+memory, and the new process continues as any resumed run does.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 from mst_scale.checkpoints import mask_files
 from mst_scale.comm.launch import under_mpi
-from mst_scale.config import Experiment
-from mst_scale.engine.compaction import why_dense
-
-LEAST_STEPS, LEAST_SHARE = 50, 0.05  # of a stretch: starting again takes as long as tens of steps
-LEAST_SPARSITY = 0.5
-
-
-@dataclass(frozen=True)
-class Stretch:
-    """Steps that one engine can train compact."""
-
-    first: int
-    """Finished steps when its masks have their number of weights."""
-    last: int
-    """The last step that it trains."""
-
-    def contains(self, step: int, settled: int) -> bool:
-        """Return whether the step after `step` belongs to it, when topology steps are done up to `settled`."""
-        return self.first <= step < self.last and settled >= self.first
+from mst_scale.config import Experiment, compact
+from mst_scale.config.compact import Stretch
 
 
 def compact_stretches(experiment: Experiment) -> list[Stretch]:
-    """Return the stretches of a run that are trained compact, in order; [] if storage does not change in the run.
-
-    Runs of one sparsity, which are compact from their first step to their last, have none.
-    """
-    mst, total = experiment.mst, experiment.training.steps
-    if mst.compute.compact == "off" or mst.stays_dense:
-        return []
-    ends: list[tuple[int, int, float]] = []
-    for segment in experiment.schedule.segments():
-        first = segment.start
-        if ends and ends[-1][2] == segment.sparsity:
-            first = ends.pop()[0]
-        ends.append((first, segment.stop, segment.sparsity))
-    if len(ends) == 1 or experiment.model.arch != "gpt" or under_mpi():
-        return []
-    least = max(LEAST_STEPS, round(LEAST_SHARE * total))
-    found = [
-        Stretch(first, total if stop == total else stop - 1)
-        for first, stop, sparsity in ends
-        if sparsity >= LEAST_SPARSITY
-    ]
-    long = [one for one in found if one.last - one.first >= least]
-    return [one for one in long if why_dense(replace(experiment, trains=(one.first, one.last))) is None]
+    """Return the stretches of a run that are trained compact; [] under mpirun, which cannot start processes again."""
+    return [] if under_mpi() else compact.stretches(experiment)
 
 
 def stretch_after(stretches: list[Stretch], step: int, settled: int) -> Stretch | None:

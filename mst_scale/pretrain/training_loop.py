@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 from mst_scale import comm, zero_shards
 from mst_scale.checkpoints import store
+from mst_scale.checkpoints.background import BackgroundSaves
 from mst_scale.checkpoints.dense_form import make_dense
 from mst_scale.comm import ParallelDims, Ranks, Verdict, logger
 from mst_scale.comm.launch import free_port
@@ -40,7 +41,7 @@ from mst_scale.randomness import counter_hash
 from mst_scale.run_logging.observer import Observer
 from mst_scale.run_logging.progress import Starting, kind_of
 from mst_scale.run_logging.record import Record, compare_with_baseline, state_of
-from mst_scale.run_logging.run_file import DIVERGED, FINISHED, STOPPED, STORAGE
+from mst_scale.run_logging.run_file import DIVERGED, FINISHED, PAUSED, STOPPED, STORAGE
 
 MAX_FAILED_SAVES = 3  # in a row; then the run stops
 MARGIN = 0.05  # deviation from the target sparsity that rounding to whole weights, or blocks, cannot explain
@@ -64,9 +65,10 @@ class Run:
     Args:
         prepared: the run as `prepare` returns it.
         stop: asks the run to save and stop; None if nothing does.
+        stop_at: the step after which the run saves and stops before its end, or None.
     """
 
-    def __init__(self, prepared: Prepared, stop: StopRequest | None = None):
+    def __init__(self, prepared: Prepared, stop: StopRequest | None = None, stop_at: int | None = None):
         self.experiment, self.out, self.ranks = prepared.experiment, prepared.out, prepared.ranks
         self.batch, self.micro, self.accumulation = prepared.batch, prepared.micro, prepared.accumulation
         self.train, self.val, self.tasks = prepared.train, prepared.val, prepared.tasks
@@ -79,8 +81,9 @@ class Run:
         self.peak = peak_learning_rate(self.experiment.deepspeed)
         self.checkpoints = self.out / "checkpoints"
         self.device = next(self.engine.module.parameters()).device
-        self.stop = stop
+        self.stop, self.stop_at = stop, stop_at
         self.nonfinite = self.failed_saves = 0
+        self.saves = self._background_saves()
         self.save_seconds: float | None = None  # of a save since the last row of the metrics
         self.step = prepared.progress.step
         self.spikes = Spikes(self.training.spike, prepared.progress.losses)
@@ -100,6 +103,15 @@ class Run:
             first=self.ranks.first,
             layers=prepared.progress.layers,
         )
+
+    def _background_saves(self) -> BackgroundSaves | None:
+        """Return what saves while training continues; None if saves are to block."""
+        if not self.training.async_save:
+            return None
+        if (why := zero_shards.why_blocking(self.engine)) is not None:
+            logger.info("training waits for each checkpoint to be written: %s", why)
+            return None
+        return BackgroundSaves(self.ranks)
 
     def _record_event(self, what: str, **more: Any) -> None:
         """Add an event to run.json."""
@@ -159,9 +171,10 @@ class Run:
             self._log(loss, evaluates)
         self.observer.after(self.step, self.step * self.batch)
         changes = not last and self._storage_changes()
-        if (saves or stop or changes) and not self.nonfinite:
+        pauses = not last and self.pauses and not self.nonfinite
+        if (saves or stop or changes or pauses) and not self.nonfinite:
             self.record.close()
-            self._save(final=stop or last or changes, universal=changes)
+            self._save(final=stop or last or changes or pauses, universal=changes)
         if self.nonfinite and (stop or last or changes):
             self._raise_if_nonfinite()
         if stop and not last:
@@ -170,8 +183,23 @@ class Run:
                 comm.tell_launcher("MST_STOPPED")
             self.record.say(f"asked to stop: step {self.step} is saved; run the same command again to continue")
             raise SystemExit(0)
+        if pauses:
+            self.pause()
         if changes:
             self._start_again()
+
+    @property
+    def pauses(self) -> bool:
+        """Whether the run has come to the step at which it is to stop."""
+        return self.stop_at is not None and self.step >= self.stop_at
+
+    def pause(self) -> NoReturn:
+        """End this start, whose last step is saved."""
+        if self.run_file is not None:
+            self.run_file.ended(PAUSED, self.step)
+        self.record.say(f"step {self.step} is saved, and the run stops here (--stop-at {self.stop_at})")
+        self.ranks.leave()
+        raise SystemExit(0)
 
     def _storage_changes(self) -> bool:
         """Return whether the next step is trained with another storage than this engine's.
@@ -212,6 +240,7 @@ class Run:
             Whether there was such a checkpoint.
         """
         self.votes.drain()  # the vote of a step that is undone, too
+        self._finish_save()
         tag = store.newest(self.checkpoints, self.ranks, before=bad)
         if tag is not None and not self._stores_alike(self.checkpoints / tag):
             tag = None
@@ -324,6 +353,8 @@ class Run:
         If a launcher has restarted the run and it diverges at the same step as the previous start, run.json records
         that, and the launcher does not restart it again.
         """
+        if self.saves is not None:
+            self.saves.finish()
         if self.run_file is not None:
             before = self.run_file.starts[-2] if len(self.run_file.starts) > 1 else {}
             again = resume.is_restart() and before.get("how") in DIVERGED and before.get("last_step") == self.step
@@ -338,9 +369,11 @@ class Run:
         """Save a checkpoint. If that fails before the end, the run continues and tries again when the next is due.
 
         Args:
-            final: whether the run cannot continue without it.
+            final: whether the run cannot continue without it. Then it is written here and not in the background,
+                because the run would wait for it anyway.
             universal: whether an engine with the other storage loads it next.
         """
+        self._finish_save()
         state = {
             **self.ledger.state(),
             "losses": list(self.spikes.losses),
@@ -349,26 +382,49 @@ class Run:
         }
         keep = self.training.keep_checkpoints
         compact = bool(zero_shards.indexes_of(self.engine.module))
-        complete = make_dense if universal or (compact and self.training.checkpoint_form == "dense") else None
+        dense = universal or (compact and self.training.checkpoint_form == "dense")
+        about: Any = {
+            "step": self.step,
+            "batch": self.batch,
+            "micro": self.micro,
+            "optimizer": zero_shards.adam_of(self.engine),
+            "sizes": ParallelDims() if self.mesh is None else self.mesh.sizes,
+        }
         try:
-            self.save_seconds = store.save(
-                self.engine, self.checkpoints, self.ranks,
-                step=self.step, batch=self.batch, micro=self.micro, keep=keep, state=state,
-                optimizer=zero_shards.adam_of(self.engine),
-                sizes=ParallelDims() if self.mesh is None else self.mesh.sizes,
-                complete=complete,
-            )  # fmt: skip
-            self.failed_saves = 0
+            if self.saves is None or final:
+                self.save_seconds = store.save(
+                    self.engine, self.checkpoints, self.ranks,
+                    keep=keep, state=state, complete=make_dense if dense else None, **about,
+                )  # fmt: skip
+                self.failed_saves = 0
+            else:
+                self.save_seconds = self.saves.start(
+                    lambda snapshot, draft: store.copy(self.engine, snapshot, draft, {**state, "step": self.step}),
+                    self.checkpoints / store.tag_of(self.step),
+                    step=self.step, about=store.describe(self.engine, self.ranks, **about), dense=dense, keep=keep,
+                )  # fmt: skip
         except (OSError, comm.FailedElsewhere) as error:
-            self.failed_saves += 1
-            if final or self.failed_saves >= MAX_FAILED_SAVES:
-                raise
-            if isinstance(error, OSError):
+            if isinstance(error, OSError) and not final:
                 logger.error("%s", error)
-            logger.error("step %d was not saved: the run continues and will try again", self.step)
-            self._record_event(
-                "failed save", step=self.step, why=str(error) if isinstance(error, OSError) else "elsewhere"
-            )
+            self._save_failed(self.step, error, final)
+
+    def _finish_save(self) -> None:
+        """Wait for the save before this one, if it is still being written."""
+        if self.saves is None or (saved := self.saves.finish()) is None:
+            return
+        if saved.error is None:
+            self.failed_saves = 0
+        else:
+            error = OSError(saved.error) if self.ranks.first else comm.FailedElsewhere(1)
+            self._save_failed(saved.step, error, final=False)
+
+    def _save_failed(self, step: int, error: Exception, final: bool) -> None:
+        self.failed_saves += 1
+        if final or self.failed_saves >= MAX_FAILED_SAVES:
+            raise error
+        if self.ranks.first:
+            logger.error("step %d was not saved: the run continues and will try again", step)
+        self._record_event("failed save", step=step, why=str(error) if isinstance(error, OSError) else "elsewhere")
 
 
 def train(args: argparse.Namespace, experiment: Experiment, out: Path, ranks: Ranks, starting: Starting) -> None:
@@ -388,9 +444,12 @@ def train(args: argparse.Namespace, experiment: Experiment, out: Path, ranks: Ra
     sizes = ranks.agree(lambda: sizes_of(experiment.deepspeed))
     replicas = resume.initial_replicas(out, ranks, sizes)
     fitted = ranks.agree(lambda: shortened(experiment, replicas))
-    run = Run(prepare(fitted, out, ranks, args.resume, args.branch_decay_from, begins=starting.begins), stop)
+    prepared = prepare(fitted, out, ranks, args.resume, args.branch_decay_from, begins=starting.begins)
+    run = Run(prepared, stop, args.stop_at)
     begun, first = time.monotonic(), run.step
     try:
+        if run.pauses and first < run.training.steps:
+            run.pause()
         if first < run.training.steps:
             starting.begins("first step")
             run.advance()
@@ -400,6 +459,9 @@ def train(args: argparse.Namespace, experiment: Experiment, out: Path, ranks: Ra
         run.to_the_end()
     except DivergedError as error:
         run.end_diverged(error)
+    finally:
+        if run.saves is not None:
+            run.saves.close()
     if run.run_file is not None:
         run.run_file.ended(FINISHED, run.step)
         more = uncounted_flops(run.experiment, run.step * run.batch)

@@ -87,6 +87,8 @@ def _numbers(run: Run) -> dict[str, Any]:
         "seconds": run.seconds or None,
         "tokens_per_s": median(speeds.tolist()) if speeds.size else None,
         "peak_memory_bytes": last("peak_memory_bytes"),
+        "state_bytes": last("state_bytes"),
+        "comm_bytes": last("comm_bytes"),
         "dead_units": last("dead_units"),
         "units": sum(number(one.get("all"), 0.0) for one in counts) if isinstance(units, dict) else None,
     }
@@ -139,9 +141,17 @@ def _format_row(row: dict[str, Any]) -> Facts:
         "reduction, causal": cell("reduction_causal", "{:.2f}×".format),
         "time": cell("seconds", clock),
         "tokens/s": cell("tokens_per_s", "{:,.0f}".format),
-        "memory": cell("peak_memory_bytes", lambda n: f"{n / 2**30:.2f} GiB" if n >= 2**30 else f"{n / 2**20:.0f} MiB"),
+        "memory": cell("peak_memory_bytes", _format_bytes),
+        "states and gradients": cell("state_bytes", _format_bytes),
+        "sent per step": cell("comm_bytes", _format_bytes),
         "dead units": cell("dead_units", lambda n: f"{n:,.4g} of {row['units'] or 0:,.0f}"),
     }
+
+
+def _format_bytes(count: float) -> str:
+    if count >= 2**30:
+        return f"{count / 2**30:.2f} GiB"
+    return f"{count / 2**20:.0f} MiB" if count >= 10 * 2**20 else f"{count / 2**20:.2g} MiB"
 
 
 def _format_flops(value: float) -> str:

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from mst_scale import zero_shards
 from mst_scale.checkpoints import store
 from mst_scale.comm import logger
 from mst_scale.config.blocks import BaselineConfig
@@ -48,6 +49,7 @@ class Record:
         layers: dict[str, Row], shows: bool = True,
     ):  # fmt: skip
         self.out, self.layers, self.times = out, layers, StepTimes()
+        self._comm = zero_shards.comm_bytes()
         self._batch, self._monitor, self._first = batch, monitor, first
         self._disk = OptionalWrites()
         self.restart(step, tokens)
@@ -68,16 +70,20 @@ class Record:
 
     def restart(self, step: int, tokens: int, since: float | None = None) -> None:
         """Measure the next `pace` from this step, which ended at `since` (default: now)."""
-        self.window, self.window_tokens = step, tokens
+        self.window, self.window_tokens, self._window_comm = step, tokens, self._comm.total
         self._window_start = time.monotonic() if since is None else since
 
     def pace(self, step: int, tokens: int, until: float | None = None) -> Row:
-        """Return tokens, times since the last `restart`, and memory; the step ended at `until` (default: now)."""
+        """Return tokens, times and traffic since the last `restart`, and memory.
+
+        The step ended at `until` (default: now).
+        """
         seconds = (time.monotonic() if until is None else until) - self._window_start
         return {
             "tokens": tokens,
             "tokens_per_s": (tokens - self.window_tokens) / seconds,
             "step_ms": 1e3 * seconds / (step - self.window),
+            "comm_bytes": round((self._comm.total - self._window_comm) / (step - self.window)),
             "peak_memory_bytes": _peak_memory(),
         }
 
@@ -153,7 +159,7 @@ class Record:
 
 
 def state_of(mst: Any) -> Row:
-    """Return the current values of the schedule, and the dead units if they are known."""
+    """Return the current values of the schedule, the bytes of states, and the dead units if they are known."""
     row: Row = {}
     if counts := mst.dead_units():
         row["dead_units"] = total(counts)[0]
@@ -166,6 +172,7 @@ def state_of(mst: Any) -> Row:
         "update_fraction": mst.point.update_fraction,
         "attention": mst.pattern.kind,
         "attention_stride": mst.pattern.stride,
+        "state_bytes": zero_shards.state_bytes(mst.engine),
     }
 
 

@@ -23,6 +23,7 @@ PACKAGES = ("mst_scale", "torch", "deepspeed", "numpy", "safetensors", "triton",
 SCHEDULERS = ("SLURM_JOB_ID", "SLURM_RESTART_COUNT", "MST_LAUNCHER", "MST_RESTART", "MST_START")
 # How a start ended, in run.json; a start that was killed or crashed has no such entry.
 FINISHED, STOPPED, STORAGE = "finished", "asked to stop", "started again with another storage"
+PAUSED = "stopped where --stop-at says"
 DIVERGED = ("diverged", "diverged again at the same step")
 
 

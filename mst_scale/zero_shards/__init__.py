@@ -10,6 +10,8 @@ logical       what each parameter is of the logical model: its name, its shape, 
 groups        which ranks hold the rest of it
 autotp        DeepSpeed's AutoTP layers, with another product; what it cannot cut
 step          the optimizer step: where it is hooked, its norm and loss scale, what stage 0 lacks
+state_bytes   bytes of optimizer states, master weights and gradients on this rank
+comm_bytes    bytes that this rank hands to collectives
 supported     checks that an engine has no feature of DeepSpeed with which sparse training would not be exact
 store         which store holds the parameters of an engine
 dense_store   for every sparse parameter this rank's slice, with live views of its master weight, reduced gradient
@@ -28,6 +30,7 @@ universal     DeepSpeed's universal layout, for every stage
 """
 
 from mst_scale.zero_shards.autotp import FORWARDS, asserted_of_cutting, check_cuttable, is_linear
+from mst_scale.zero_shards.comm_bytes import CommBytes, comm_bytes
 from mst_scale.zero_shards.compact_index import CompactIndex, index_of, indexes_of, mark
 from mst_scale.zero_shards.compact_store import CompactStore
 from mst_scale.zero_shards.cuda_architectures import use_readable_architectures
@@ -44,7 +47,9 @@ from mst_scale.zero_shards.saving import (
     errors_after_saving,
     load_checkpoint,
     saved_classes,
+    why_blocking,
 )
+from mst_scale.zero_shards.state_bytes import state_bytes
 from mst_scale.zero_shards.step import (
     TORCH_FUSED,
     NamedCollectives,
@@ -73,6 +78,7 @@ __all__ = [
     "HOOKS",
     "TABLES",
     "TORCH_FUSED",
+    "CommBytes",
     "CompactIndex",
     "CompactStore",
     "Follower",
@@ -90,6 +96,7 @@ __all__ = [
     "check_precision",
     "check_versions",
     "clip_factor",
+    "comm_bytes",
     "cut_of",
     "errors_after_saving",
     "exchanges_of",
@@ -123,10 +130,12 @@ __all__ = [
     "shards_of",
     "stage_count",
     "stamp",
+    "state_bytes",
     "tensor_slices",
     "use_readable_architectures",
     "uses_muon",
     "watch_losses",
     "whole",
+    "why_blocking",
     "zero_stage",
 ]

@@ -18,12 +18,13 @@ from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
+from mst_scale import snapshot
 from mst_scale.errors import Damaged
 from mst_scale.mixed_growing import packed_bits
-from mst_scale.zero_shards.compact_index import CompactIndex, stored_length
+from mst_scale.mixed_growing.distribution import stored_length
+from mst_scale.zero_shards.compact_index import CompactIndex
 
 FOLDER, NAME, FORMAT = "mst", "compact.safetensors", "mst_scale compact 1"
 
@@ -58,11 +59,10 @@ def file_of(checkpoint: Path) -> Path:
 def save(checkpoint: Path, indexes: Sequence[CompactIndex]) -> None:
     """Write the indexes of a model; one rank does."""
     path = file_of(checkpoint)
-    path.parent.mkdir(parents=True, exist_ok=True)
     tensors = {index.name: _bits_of(index) for index in indexes}
     shapes = {index.name: list(index.shape) for index in indexes}
     try:
-        save_file(tensors, path, metadata={"mst": json.dumps({"format": FORMAT, "shapes": shapes})})
+        snapshot.save_tensors(tensors, path, {"mst": json.dumps({"format": FORMAT, "shapes": shapes})})
     except (OSError, SafetensorError) as error:
         raise OSError(f"cannot write {path}: {error}") from None
 

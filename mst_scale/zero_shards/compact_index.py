@@ -17,11 +17,11 @@ import torch
 from torch import Tensor, nn
 
 from mst_scale.errors import UserError
+from mst_scale.mixed_growing.distribution import stored_length
 from mst_scale.sparse_linear.compact import products_of
 
 _ATTRIBUTE = "mst_compact_index"
 _WIDEST = 2**31
-_MULTIPLE = 64
 
 
 class CompactIndex:
@@ -114,11 +114,6 @@ class CompactIndex:
 
     def _narrow(self, positions: Tensor) -> Tensor:
         return positions.to(torch.int32 if self.numel < _WIDEST else torch.int64)
-
-
-def stored_length(count: int) -> int:
-    """Return the length of the parameter that stores this number of values."""
-    return -(-count // _MULTIPLE) * _MULTIPLE
 
 
 def mark(parameter: nn.Parameter, index: CompactIndex) -> None:

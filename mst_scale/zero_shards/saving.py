@@ -6,6 +6,7 @@ import contextlib
 import functools
 import inspect
 import math
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,8 @@ import torch
 
 from mst_scale.errors import UserError
 from mst_scale.latest import tag_in
+from mst_scale.snapshot import SUPPORTED as snapshot_supported
+from mst_scale.snapshot import Snapshot, taking
 from mst_scale.zero_shards import safe_load
 from mst_scale.zero_shards.compact_index import index_of, indexes_of, values_stored
 from mst_scale.zero_shards.dense_store import dense_store
@@ -24,11 +27,11 @@ from mst_scale.zero_shards.step import base_optimizer
 
 
 @contextlib.contextmanager
-def errors_after_saving(engine: Any) -> Iterator[None]:
+def errors_after_saving(engine: Any, snapshot: Snapshot | None = None) -> Iterator[None]:
     """Let a save run to its end on every rank, then raise what went wrong on this one.
 
     DeepSpeed meets at barriers while it saves: a rank that raises in between (its disk is full) would leave the others
-    waiting there.
+    waiting there. With a snapshot, the files go there and nothing is written to disk.
     """
     inner, recovery = engine.checkpoint_engine, engine._copy_recovery_script
     errors: list[Exception] = []
@@ -38,7 +41,11 @@ def errors_after_saving(engine: Any) -> Iterator[None]:
             return getattr(inner, name)
 
         def save(self, state_dict: Any, path: str) -> None:
-            attempt(lambda: inner.save(state_dict, path))
+            attempt(lambda: (inner if snapshot is None else snapshot).save(state_dict, path))
+
+        def makedirs(self, path: str, exist_ok: bool = False) -> None:
+            if snapshot is None:
+                inner.makedirs(path, exist_ok=exist_ok)
 
     def attempt(what: Any) -> None:
         try:
@@ -46,14 +53,39 @@ def errors_after_saving(engine: Any) -> Iterator[None]:
         except (OSError, RuntimeError) as error:  # torch's writers report a full disk as RuntimeError
             errors.append(error)
 
+    def scripts(path: str) -> None:
+        if snapshot is None:
+            recovery(path)
+            return
+        with tempfile.TemporaryDirectory() as copies:
+            recovery(copies)
+            for script in sorted(Path(copies).iterdir()):
+                snapshot.put(Path(path) / script.name, script.read_bytes(), script.stat().st_mode & 0o777)
+
     engine.checkpoint_engine = Recorder()
-    engine._copy_recovery_script = lambda path: attempt(lambda: recovery(path))
+    engine._copy_recovery_script = lambda path: attempt(lambda: scripts(path))
     try:
-        yield
+        with taking(snapshot):
+            yield
     finally:
         engine.checkpoint_engine, engine._copy_recovery_script = inner, recovery
     if errors:
         raise errors[0]
+
+
+def why_blocking(engine: Any) -> str | None:
+    """Return why checkpoints of this engine cannot be copied and written in the background; None if they can."""
+    if not snapshot_supported:
+        return "this system has no memfd_create"
+    writer = engine.checkpoint_engine
+    if type(writer).__name__ != "TorchCheckpointEngine" or not writer.zipfile_serialization:
+        return "the DeepSpeed config chooses another checkpoint writer"
+    zero = engine._config.zero_config
+    for name in ("offload_optimizer", "offload_param"):
+        offload = getattr(zero, name)
+        if offload is not None and str(getattr(offload.device, "value", offload.device)) != "none":
+            return f"zero_optimization.{name} already fills the host's memory, which a copy would need too"
+    return None
 
 
 def saved_classes() -> list[Any]:

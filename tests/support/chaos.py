@@ -32,7 +32,7 @@ from tests.support import forked, tiny_run
 SAVE_EVERY = 7
 CASES = "2:1,3:2,2:3,4:1,4:1:tensor=2,4:1:pipeline=2"
 FAULTS = ("kill a rank", "kill all", "kill during a save", "freeze a rank", "ask to stop", "damage the newest")
-TIMES = ("seconds", "tokens_per_s", "step_ms", "save_s", "peak_memory_bytes")
+TIMES = ("seconds", "tokens_per_s", "step_ms", "save_s", "peak_memory_bytes", "state_bytes", "comm_bytes")
 MST = {
     "method": "mst",
     "sparsity": {"max": 0.8},

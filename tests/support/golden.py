@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-TIMES = ("seconds", "tokens_per_s", "step_ms", "save_s", "peak_memory_bytes")
+TIMES = ("seconds", "tokens_per_s", "step_ms", "save_s", "peak_memory_bytes", "state_bytes", "comm_bytes")
 MST = {"sparsity": {"max": 0.8}, "topology": {"interval": 2}}
 BASE: dict[str, Any] = {
     "train_batch_size": 8,

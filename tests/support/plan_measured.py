@@ -203,4 +203,5 @@ def parts(engine: Any) -> dict[str, dict[int, int]]:
         "optimizer": {k: v for k, v in states.items() if k not in weights},
         "gradients": {k: v for k, v in storages(gradients).items() if k not in weights},
         "masks": masks,
+        "index": storages([index.positions for index in zero_shards.indexes_of(engine.module)]),
     }

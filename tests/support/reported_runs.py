@@ -70,6 +70,8 @@ def rows(resolved: dict[str, Any], until: int, every: int = 10):
             "step_ms": 51.2,
             "seconds": 0.06 * step,  # evaluations and saves too
             "peak_memory_bytes": 3 * 2**30,
+            "state_bytes": 2 * 2**30,
+            "comm_bytes": 150 * 2**20,
         }
         if method_is_sparse(resolved):
             dead = {"mlp": int(20 * point.sparsity), "value": 2, "query_key": 0}

@@ -20,7 +20,7 @@ MST = {
     "topology": {"interval": 2, "check_every": 3},
     "attention": {"pattern": "strided", "stride": 8},
 }
-TIMES = ("seconds", "tokens_per_s", "step_ms", "save_s", "peak_memory_bytes")
+TIMES = ("seconds", "tokens_per_s", "step_ms", "save_s", "peak_memory_bytes", "state_bytes", "comm_bytes")
 
 
 class Exited(BaseException):

@@ -137,7 +137,7 @@ def flat(state):
 
 
 def without_times(folder):
-    times = ("tokens_per_s", "step_ms", "peak_memory_bytes", "seconds")
+    times = ("tokens_per_s", "step_ms", "peak_memory_bytes", "state_bytes", "comm_bytes", "seconds")
     with open(f"{folder}/metrics.jsonl") as file:
         return [{k: v for k, v in json.loads(line).items() if k not in times} for line in file]
 

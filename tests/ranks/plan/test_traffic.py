@@ -33,6 +33,15 @@ CASES = {
         3, "bf16", zero={"stage3_param_persistence_threshold": 40, "stage3_prefetch_bucket_size": 5_000,
                          "stage3_max_reuse_distance": 3_000, "stage3_max_live_parameters": 20_000}
     ),
+    **{
+        f"{stage} {precision}, compact": config(
+            stage, precision, mst={
+                "method": "set", "sparsity": {"variation": "sparse", "max": 0.9}, "targets": {"lm_head": True},
+                "topology": {"interval": 100, "check_every": 0}, "compute": {"compact": "auto", "backend": "dense"},
+            }, zero=EACH if stage == 3 else None, n_embd=64,
+        )
+        for stage, precision in ((0, "fp32"), (0, "bf16"), (1, "bf16"), (2, "bf16+fp32"), (2, "fp32"), (3, "bf16"))
+    },
 }  # fmt: skip
 
 

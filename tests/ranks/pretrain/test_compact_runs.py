@@ -50,6 +50,8 @@ def test_a_run_is_that_of_dense_storage_and_resumes(stage, form, tmp_path):
     compact, dense = (run(tmp_path, kind, *saved_as(form), compact=kind, stage=stage) for kind in ("auto", "off"))
     for mine, theirs in zip(tiny_run.rows(compact), tiny_run.rows(dense), strict=True):
         assert mine["loss"] == pytest.approx(theirs["loss"], rel=1e-6) and mine["sparsity"] == theirs["sparsity"]
+        assert 0 < mine["state_bytes"] < 0.5 * theirs["state_bytes"]
+        assert mine["comm_bytes"] > 0
     last = store.tag_of(12)
     assert compact_files.file_of(compact / "checkpoints" / last).is_file() == (form == "compact")
     mine, theirs = (inspect(out / "checkpoints" / last).layers for out in (compact, dense))

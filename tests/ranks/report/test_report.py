@@ -235,7 +235,7 @@ def test_a_run_of_which_much_is_missing_is_drawn_as_far_as_it_goes(tmp_path, cap
 OPTIONAL = (
     "loss", "tokens", "lr", "grad_norm", "phase", "target_sparsity", "sparsity", "update_fraction", "attention",
     "attention_stride", "flops", "flops_dense", "flops_causal", "flops_dense_causal", "tokens_per_s", "step_ms",
-    "seconds", "peak_memory_bytes", "units", "dead_units", "val_loss", "layers",
+    "seconds", "peak_memory_bytes", "state_bytes", "comm_bytes", "units", "dead_units", "val_loss", "layers",
 )  # fmt: skip
 NEEDED = {
     "loss-flops": "flops", "gradient-norm": "grad_norm", "throughput": "tokens_per_s", "sparsity": "sparsity",

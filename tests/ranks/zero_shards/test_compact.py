@@ -12,7 +12,8 @@ import mst_scale
 from mst_scale import zero_shards
 from mst_scale.config import load
 from mst_scale.engine.compaction import make_compact
-from mst_scale.models import GPT
+from mst_scale.models import GPT, build
+from mst_scale.plan.setting import held, setting_of
 from tests.support import cut_sequences, pool
 from tests.support.compact_pairs import constant_config, course, differences, looked_at, started
 from tests.support.toy_engine import train
@@ -308,6 +309,22 @@ def test_what_cannot_be_compact_stays_dense_and_one_line_says_why(changes, reaso
     lines = [record.getMessage() for record in caplog.records if "mst.compute.compact" in record.getMessage()]
     assert len(lines) == 1 and reason in lines[0]
     assert not zero_shards.indexes_of(model)
+    assert setting_of(load(config), 1).compacted is None, "mst plan"
+
+
+@pytest.mark.parametrize(
+    ("shape", "lm_head"),
+    [({}, True), ({}, False), ({"tied_head": False}, True), ({"arch": "bert"}, False), ({"arch": "bert"}, True)],
+)
+def test_a_plan_stores_what_the_model_stores(shape, lm_head):
+    config = constant_config(1, 1, "auto")
+    config["mst"]["targets"] = {"lm_head": lm_head}
+    sizes = {"n_layer": 1, "n_head": 2, "n_embd": 32, "seq_length": 16, "vocab_size": 100}
+    experiment = load({**config, "model": {**sizes, **shape}})
+    model = build(experiment.model)
+    make_compact(model, experiment, None, model.parameters(), {})
+    planned = {p.name: p.numel for p in held(experiment.model, setting_of(experiment, 1))}
+    assert planned == {name: p.numel() for name, p in model.named_parameters()}
 
 
 def test_a_layer_of_another_kind_stays_dense(caplog):

@@ -234,3 +234,30 @@ def out_of_time(cluster, job: Job) -> None:
     assert set(hows(out)) == {"asked to stop"} and "asked to stop for good" in log.read_text()
     starts = story(out)["starts"]
     assert [start["from_step"] for start in starts[1:]] == [start["last_step"] for start in starts[:-1]]
+
+
+def test_phases_on_their_own_number_of_nodes(cluster, tmp_path):
+    """4 → 2 → 4 ranks, compact while sparse, by one command: within summation order of the run on 4 ranks."""
+    mst = {
+        "method": "mst", "sparsity": {"max": 0.8, "warmup": 10, "ultra": 60, "restore": 30},
+        "topology": {"interval": 5}, "compute": {"compact": "auto"},
+    }  # fmt: skip
+    made = config(tmp_path, steps=120, mst=mst, train_batch_size=8, train_micro_batch_size_per_gpu=2)
+    tmp_path.chmod(0o755)
+    options = ["--gpus-per-node", "0", "--ranks-per-node", "2", "--cpus-per-rank", "1"]
+    by_phase = ["--nodes-by-phase", "warmup=2,ultra=1,restore=2,dense=2"]
+    for out, more in (("phases", by_phase), ("whole", ["--nodes", "2"])):
+        words = [*options, *more, "--log", str(tmp_path / f"{out}.log"), "--sbatch", "--open-mode=append"]
+        said = finish(launch("slurm.sh", *words, str(made), "--out", str(tmp_path / out), cwd=tmp_path,
+                             **cluster.environment))  # fmt: skip
+        numbers = re.findall(r"Submitted batch job (\d+)", said)
+        assert len(numbers) == (3 if out == "phases" else 1), said
+        for number in numbers:
+            wait(lambda number=number: state(cluster, number) == "", f"{number} did not end", tmp_path / f"{out}.log")
+    starts = story(tmp_path / "phases")["starts"]
+    ranks = [start["ranks"] for start in starts]
+    assert ranks[0] == 4 and 2 in ranks and ranks[-1] == 4 and sorted(set(ranks)) == [2, 4], starts
+    assert hows(tmp_path / "phases")[-1] == "finished"
+    rows = [tiny_run.rows(tmp_path / out) for out in ("phases", "whole")]
+    for mine, theirs in zip(*rows, strict=True):
+        assert mine["loss"] == pytest.approx(theirs["loss"], rel=1e-3) and mine["sparsity"] == theirs["sparsity"]

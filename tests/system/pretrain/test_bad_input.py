@@ -422,7 +422,7 @@ def fill_up(rank: int, world: int, argv: list[str], out: str, limit: int) -> tup
 
     store.save = save
     try:
-        code, text = attempt(rank, world, argv)
+        code, text = attempt(rank, world, [*argv, "--set", "training.async_save=false"])
     finally:
         store.save = inner
         resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))

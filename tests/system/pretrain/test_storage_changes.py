@@ -129,3 +129,16 @@ def wait_for(path, process):
     while not path.is_dir():
         assert process.poll() is None and time.monotonic() < deadline
         time.sleep(0.02)
+
+
+@pytest.mark.parametrize("step", [10, 40])
+def test_a_run_that_stops_at_a_step_continues_there(tmp_path, step):
+    """At a border too; asked again, it says that it is there."""
+    for _ in range(2):
+        said = run(tmp_path, "out", "python", "auto", 1, "--stop-at", str(step))
+        assert f"step {step} is saved, and the run stops here" in said
+    run(tmp_path, "out", "python", "auto")
+    run(tmp_path, "dense", "python", "off")
+    assert_same(tmp_path / "out", tmp_path / "dense")
+    starts = json.loads((tmp_path / "out" / "run.json").read_text())["starts"]
+    assert starts[-3 if step == 10 else -2]["from_step"] == step

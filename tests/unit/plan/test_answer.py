@@ -2,6 +2,7 @@
 
 import pytest
 
+from mst_scale.cli.plan_text import format_plan
 from mst_scale.config import load
 from mst_scale.errors import UserError
 from mst_scale.plan.answer import of_tokens, plan
@@ -47,3 +48,74 @@ def test_expected_times_of_blocks():
     assert expected["ultra_speedup"] == ultra.dense_seconds / ultra.expected_seconds > 2
     assert ultra.expected_seconds == pytest.approx(answer.sides[2].seconds), "its own side"
     assert expected["run_speedup"] == answer.dense_hours / answer.expected_hours > 1
+
+
+CONSTANT = ("mst.compute.compact=auto", "mst.sparsity.max=0.96", "mst.targets.lm_head=true")
+
+
+def constant(name: str, *overrides: str):
+    return load(ROOT / "ds_configs" / f"{name}.json", [*CONSTANT, *overrides], "set")
+
+
+def test_a_run_with_compact_layers():
+    """Memory and bytes of its phases follow the density; a dense step, next to it, is that of a dense run."""
+    compact = plan(constant("gpt3_1.3b"), 8, A100)
+    dense = plan(constant("gpt3_1.3b", "mst.compute.compact=off"), 8, A100)
+    mine, theirs = compact.to_dict(), dense.to_dict()
+    assert mine["storage"] == {"compact_phases": [phase.name for phase in compact.phases], "why_dense": None}
+    assert compact.memory.optimizer < 0.05 * dense.memory.optimizer
+    for one, other in zip(compact.phases, dense.phases, strict=True):
+        assert one.compact and not other.compact
+        assert one.sent_bytes < 0.05 * other.sent_bytes == 0.05 * sum(dense.sent.values())
+        assert one.memory_bytes < other.memory_bytes
+    assert (mine["sent"], mine["dense_step"]) == (theirs["sent"], theirs["dense_step"])
+    assert mine["topology_step"] is None is not theirs["topology_step"]
+    text = format_plan(compact)
+    assert "compact storage in" in text and "not planned for compact storage" in text
+    assert "compact" not in format_plan(dense)
+
+
+def test_a_run_whose_sparsity_changes_is_compact_in_its_long_phase():
+    """The run needs the memory of its dense phases; the ultra-sparse phase by itself less."""
+    overrides = ("mst.compute.compact=auto", "mst.targets.lm_head=true")
+    answer, dense = plan(ready("gpt3_1.3b", *overrides), 8, A100), plan(ready("gpt3_1.3b"), 8, A100)
+    compact = {phase.name: phase.compact for phase in answer.phases}
+    assert compact == {phase.name: phase.name == "ultra" for phase in answer.phases}
+    assert answer.storage["compact_phases"] == ["ultra"] and "phases ultra" in format_plan(answer)
+    assert answer.memory == dense.memory
+    for one, other in zip(answer.phases, dense.phases, strict=True):
+        if one.compact:
+            assert one.sent_bytes < 0.05 * other.sent_bytes and one.memory_bytes < other.memory_bytes
+        else:  # the first stage of the restoration is long enough to be compact
+            assert one.memory_bytes == other.memory_bytes
+            assert one.sent_bytes == other.sent_bytes or one.name == "restore"
+    alone = plan(constant("gpt3_1.3b", "mst.topology.policy=mst"), 8, A100)
+    assert answer.sparsest.sent_bytes == alone.sparsest.sent_bytes
+
+
+@pytest.mark.parametrize(
+    ("overrides", "fixed", "reason"),
+    [
+        (["mst.topology.policy=snfs"], {}, "momentum"),
+        (["mst.sparsity.variation=sv", "mst.sparsity.max=0.4"], {}, "the sparsity changes"),
+        ([], {"tensor": 2}, "cut over ranks"),
+    ],
+)
+def test_a_run_whose_layers_stay_dense_says_why(overrides, fixed, reason):
+    answer = plan(constant("gpt3_1.3b", *overrides), 8, A100, fixed=fixed)
+    assert not answer.storage["compact_phases"] and reason in answer.storage["why_dense"]
+    assert f"dense storage of sparse layers: {answer.storage['why_dense']}" in format_plan(answer)
+    assert answer.memory.optimizer > 0.9 * 12 * answer.parameters / 8 / fixed.get("tensor", 1)
+
+
+def test_blocks_are_stored_whole():
+    answer = plan(constant("gpt3_1.3b"), 8, A100)
+    assert answer.best.side and answer.best.setting.compact is None
+    assert answer.best.memory.optimizer > 10 * answer.memory.optimizer
+
+
+def test_phases_without_masks_have_no_topology_steps():
+    answer = plan(ready("gpt2_small"), 8, A100)
+    assert [phase.name for phase in answer.phases][-1] == "dense"
+    assert answer.phases[-1].memory_bytes <= min(phase.memory_bytes for phase in answer.phases)
+    assert {phase.sent_bytes for phase in answer.phases} == {sum(answer.sent.values())}

@@ -1,0 +1,61 @@
+"""Lets `engine.save_checkpoint` return when the checkpoint is copied, and write it meanwhile (`training.async_save`).
+
+The folder has the files that DeepSpeed would write, under a name that ends in `.partial` until all ranks have written
+theirs; then it is renamed, and `latest` names it. A save or load that comes before that waits, and so does the end of
+the program.
+"""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import inspect
+import os
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from mst_scale import zero_shards
+from mst_scale.checkpoints.background import BackgroundSaves
+from mst_scale.comm import Ranks, logger, new_group
+from mst_scale.snapshot import Snapshot
+
+
+def save_in_background(engine: Any) -> BackgroundSaves | None:
+    """Change `engine.save_checkpoint`; return what writes, or None if this engine's saves have to block."""
+    if (why := zero_shards.why_blocking(engine)) is not None:
+        logger.info("engine.save_checkpoint waits until a checkpoint is written: %s", why)
+        return None
+    local = int(os.environ.get("LOCAL_RANK", "0"))
+    saves = BackgroundSaves(Ranks(dist.get_rank(), local, dist.get_world_size(), new_group("saves", backend="gloo")))
+    save, load = engine.save_checkpoint, engine.load_checkpoint
+    order = inspect.signature(save)
+
+    @functools.wraps(save)
+    def save_checkpoint(*args: Any, **named: Any) -> Any:
+        saves.finish()
+        given = order.bind(*args, **named).arguments
+        tag = f"global_step{engine.global_steps}" if given.get("tag") is None else str(given["tag"])
+
+        def take(snapshot: Snapshot, draft: Path) -> None:
+            with zero_shards.errors_after_saving(engine, snapshot):
+                save(**{**given, "save_dir": str(draft.parent), "tag": draft.name, "save_latest": False})
+
+        final, latest = Path(given["save_dir"]) / tag, bool(given.get("save_latest", True))
+        saves.start(take, final, step=engine.global_steps, about=None, latest=latest)
+        return True
+
+    @functools.wraps(load)
+    def load_checkpoint(*args: Any, **named: Any) -> Any:
+        saves.finish()
+        return load(*args, **named)
+
+    engine.save_checkpoint, engine.load_checkpoint = save_checkpoint, load_checkpoint
+    atexit.register(_at_exit, saves)
+    return saves
+
+
+def _at_exit(saves: BackgroundSaves) -> None:
+    saves.wait_here()
+    saves.close()

@@ -1,0 +1,117 @@
+"""`training.async_save` in other loops: the files of a save that blocks, and a load that waits for them."""
+
+import hashlib
+import os
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+
+import mst_scale
+from tests.support import pool
+from tests.support.toy_engine import OFFLOAD, STAGES, mst_config, shas, train
+from tests.support.toys import toy
+
+
+def digests(folder: Path) -> dict[str, str]:
+    files = [path for path in folder.rglob("*") if path.is_file()]
+    return {str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
+
+
+def started(stage, world, method="mst", async_save=True, **extra):
+    config = mst_config(stage, world, method=method, **extra)
+    config["training"]["async_save"] = async_save
+    return mst_scale.initialize(model=toy(), config=config)[0]
+
+
+def both(rank, world, folder, stage, method):
+    """Two checkpoints with the writer, one of which is loaded before anybody has waited for it, and one without."""
+    engine = started(stage, world, method)
+    train(engine, rank, world, 4)
+    engine.save_checkpoint(f"{folder}/async", client_state={"mine": 4})
+    losses = train(engine, rank, world, 3, first=4)
+    engine.save_checkpoint(f"{folder}/async", tag="second", save_latest=False)
+    engine.load_checkpoint(f"{folder}/async", tag="global_step4")
+    again = train(engine, rank, world, 3, first=4)
+    engine.mst.finish_save()
+    masks = shas(engine, world) if method == "mst" else None
+    engine.mst.saves.close()
+
+    plain = started(stage, world, method, async_save=False)
+    train(plain, rank, world, 4)
+    plain.save_checkpoint(f"{folder}/plain", client_state={"mine": 4})
+    train(plain, rank, world, 3, first=4)
+    plain.save_checkpoint(f"{folder}/plain", tag="second", save_latest=False)
+    return losses == again, plain.mst.saves is None, masks == (shas(plain, world) if method == "mst" else None)
+
+
+@pytest.mark.parametrize("method", ["mst", "dense"])
+@pytest.mark.parametrize("stage", STAGES)
+def test_the_files_are_those_of_a_save_that_blocks(tmp_path, stage, method):
+    assert pool.run(both, 2, str(tmp_path), stage, method) == [(True, True, True)] * 2
+    ours, theirs = digests(tmp_path / "async"), digests(tmp_path / "plain")
+    assert ours.keys() == theirs.keys() and "latest" in ours
+    differing = {name for name in ours if ours[name] != theirs[name]}
+    assert {name for name in differing if not name.endswith(".pt")} == set()
+    for name in differing:  # the config that DeepSpeed keeps there says whether saves block
+        mine, other = (torch.load(tmp_path / kind / name, weights_only=False) for kind in ("async", "plain"))
+        assert_same(without_config(mine), without_config(other))
+
+
+def without_config(state):
+    return {key: value for key, value in state.items() if key not in ("ds_config", "mst_config")}
+
+
+def assert_same(a, b):
+    assert type(a) is type(b)
+    if isinstance(a, dict):
+        assert a.keys() == b.keys()
+        for key in a:
+            assert_same(a[key], b[key])
+    elif isinstance(a, list | tuple):
+        assert len(a) == len(b)
+        for one, other in zip(a, b, strict=True):
+            assert_same(one, other)
+    elif torch.is_tensor(a):
+        assert torch.equal(a, b)
+    elif hasattr(a, "__dict__") and not isinstance(a, type):
+        assert_same(vars(a), vars(b))
+    else:
+        assert a == b
+
+
+def failing(rank, world, folder):
+    engine = started(1, world)
+    train(engine, rank, world, 1)
+    engine.save_checkpoint(folder)
+    engine.mst.finish_save()
+    if rank == 0:
+        os.kill(engine.mst.saves.process.pid, signal.SIGSTOP)
+    train(engine, rank, world, 1, first=1)
+    engine.save_checkpoint(folder)
+    if rank == 0:
+        engine.mst.saves.process.kill()
+    try:
+        engine.mst.finish_save()
+    except OSError as error:
+        return str(error), sorted(path.name for path in Path(folder).iterdir() if path.is_dir())
+    finally:
+        engine.mst.saves.close()
+
+
+def test_a_save_that_failed_is_an_error_of_whoever_waits_for_it(tmp_path):
+    for error, left in pool.run(failing, 2, str(tmp_path)):
+        assert "step 2 was not saved" in error and left == ["global_step1"]
+    assert (tmp_path / "latest").read_text() == "global_step1"
+
+
+def offloaded(rank, world, folder):
+    engine = started(2, world, **OFFLOAD)
+    train(engine, rank, world, 1)
+    engine.save_checkpoint(folder)
+    return engine.mst.saves is None, (Path(folder) / "latest").read_text()
+
+
+def test_offloaded_states_are_saved_by_blocking(tmp_path):
+    assert pool.run(offloaded, 1, str(tmp_path)) == [(True, "global_step1")]

@@ -1,0 +1,181 @@
+"""Whole runs whose checkpoints are written in the background: the same bytes, and nothing lost to kills and signals."""
+
+import functools
+import json
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from mst_scale.checkpoints import store
+from tests.support import forked, pool, tiny_run
+from tests.support.whole_runs import MST, arguments, attempt, logged_attempt, weights, without_times
+
+COMPACT = {
+    "mst": {
+        "method": "rigl",
+        "sparsity": {"max": 0.8},
+        "topology": {"interval": 3},
+        "targets": {"lm_head": True},
+        "compute": {"backend": "dense", "compact": "auto"},
+    },
+    "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "torch_adam": True}},
+}
+CASES = {
+    "stage 0": ({"mst": MST, "zero_optimization": {"stage": 0}}, "dense"),
+    "stage 1": ({"mst": MST, "zero_optimization": {"stage": 1}}, "dense"),
+    "stage 2, without masks": ({"zero_optimization": {"stage": 2}}, "dense"),
+    "stage 3": ({"mst": MST, "zero_optimization": {"stage": 3}}, "dense"),
+    "compact storage, dense form": ({**COMPACT, "zero_optimization": {"stage": 2}}, "dense"),
+    "compact storage, compact form": ({**COMPACT, "zero_optimization": {"stage": 3}}, "compact"),
+}
+
+
+def digests(out: Path, tag: str) -> dict[str, str]:
+    files = json.loads((out / "checkpoints" / tag / store.MANIFEST).read_text())["files"]
+    return {name: entry["sha256"] for name, entry in files.items()}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_files_are_those_of_a_save_that_blocks(tmp_path, case):
+    blocks, form = CASES[case]
+    for name, key in (("async", "true"), ("blocking", "false")):
+        sets = ["--set", f"training.async_save={key}", "--set", f"training.checkpoint_form={form}"]
+        # fresh processes, since DeepSpeed numbers the parameters of stage 3 throughout a process
+        processes = forked.start(2, arguments(tmp_path, name, *sets, **blocks), tmp_path / name / "logs")
+        assert forked.end(processes, 100) == [0, 0]
+    ours, theirs = tmp_path / "async", tmp_path / "blocking"
+    assert digests(ours, "step00000008") == digests(theirs, "step00000008")
+    heads = [store.head(out / "checkpoints" / "step00000008") for out in (ours, theirs)]
+    assert {**heads[0], "files": None} == {**heads[1], "files": None}
+    assert sorted(p.name for p in (ours / "checkpoints").iterdir()) == sorted(
+        p.name for p in (theirs / "checkpoints").iterdir()
+    )
+    assert without_times(tiny_run.rows(ours)) == without_times(tiny_run.rows(theirs))
+
+
+def hold_writer(step: int, written: str) -> None:
+    """On rank 1 the process that writes the checkpoint of this step stands still; `written` gets its number."""
+    from mst_scale.checkpoints.background import BackgroundSaves
+
+    inner = BackgroundSaves._send
+
+    def send(saves, job) -> None:
+        inner(saves, job)
+        if saves.ranks.rank == 1 and job.about["step"] == step:
+            os.kill(saves.process.pid, signal.SIGSTOP)
+            Path(written).write_text(str(saves.process.pid))
+
+    BackgroundSaves._send = send  # type: ignore[method-assign]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("undisturbed")
+    assert pool.run(attempt, 2, arguments(folder, mst=MST)) == [(0, "")] * 2
+    return folder / "out"
+
+
+def assert_equal(out: Path, undisturbed: Path) -> None:
+    assert without_times(tiny_run.rows(out)) == without_times(tiny_run.rows(undisturbed))
+    ours, theirs = weights(out, "step00000012"), weights(undisturbed, "step00000012")
+    assert ours.keys() == theirs.keys() and len(ours) > 10
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+def test_a_run_killed_while_a_checkpoint_is_written_continues_from_the_one_before(tmp_path, undisturbed):
+    argv, out, stopped = arguments(tmp_path, mst=MST), tmp_path / "out", tmp_path / "stopped"
+    processes = forked.start(2, argv, tmp_path / "logs", functools.partial(hold_writer, 8, str(stopped)))
+    folder = out / "checkpoints"
+    wait_for(lambda: list(folder.glob("step00000008.*.partial/reports/00000.json")) and stopped.exists())
+    writer = int(stopped.read_text())
+    for process in processes:
+        process.kill()
+    forked.end(processes, 60)
+    wait_for(lambda: not is_running(writer))
+    assert store.list_tags(folder) == ["step00000004"] and store.damage(folder / "step00000004") == []
+    assert list(folder.glob("step00000008.*.partial")), "the half of the checkpoint that rank 0 has written"
+    results = pool.run(logged_attempt, 2, argv)
+    assert [code for code, _ in results] == [0, 0] and "from step 4" in results[0][1]
+    assert_equal(out, undisturbed)
+    assert not list(folder.glob("*.partial"))
+
+
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGUSR1])
+def test_a_run_that_is_asked_to_stop_waits_for_the_writer(tmp_path, undisturbed, signum):
+    argv, out, stopped = arguments(tmp_path, mst=MST), tmp_path / "out", tmp_path / "stopped"
+    held = tmp_path / "held"
+    held.touch()
+    processes = forked.start(2, argv, tmp_path / "logs", functools.partial(_both, str(stopped), str(held)))
+    folder = out / "checkpoints"
+    wait_for(stopped.exists)
+    writer = int(stopped.read_text())
+    os.kill(processes[1].pid, signum)
+    os.kill(writer, signum)  # as Slurm, which signals all processes of a step
+    held.unlink()
+    time.sleep(1)
+    assert all(process.is_alive() for process in processes) and store.list_tags(folder) == []
+    os.kill(writer, signal.SIGCONT)
+    assert forked.end(processes, 60) == [0, 0]
+    tags = store.list_tags(folder)
+    assert len(tags) == 2 and tags[1] == "step00000004" and all(store.damage(folder / tag) == [] for tag in tags)
+    assert pool.run(attempt, 2, argv) == [(0, "")] * 2
+    assert_equal(out, undisturbed)
+
+
+def _both(stopped: str, held: str) -> None:
+    hold_writer(4, stopped)
+    forked.hold(6, held)
+
+
+def kill_writers(rank: int, world: int, argv: list[str], steps: tuple[int, ...]) -> tuple[int, str]:
+    """The writer of rank 1 is killed while it should write the checkpoints of these steps."""
+    from mst_scale.checkpoints.background import BackgroundSaves
+
+    inner = BackgroundSaves._send
+
+    def send(saves, job) -> None:
+        inner(saves, job)
+        if rank == 1 and job.about["step"] in steps:
+            saves.process.kill()
+
+    BackgroundSaves._send = send  # type: ignore[method-assign]
+    try:
+        return logged_attempt(rank, world, argv)
+    finally:
+        BackgroundSaves._send = inner  # type: ignore[method-assign]
+
+
+def test_a_killed_writer_costs_one_checkpoint_and_not_the_run(tmp_path, undisturbed):
+    results = pool.run(kill_writers, 2, arguments(tmp_path, mst=MST), (4,))
+    assert [code for code, _ in results] == [0, 0], results
+    assert "step 4 was not saved" in results[0][1] and "ended by SIGKILL" in results[1][1]
+    assert store.list_tags(tmp_path / "out" / "checkpoints") == ["step00000012", "step00000008"]
+    events = json.loads((tmp_path / "out" / "run.json").read_text())["events"]
+    assert [event["step"] for event in events if event["what"] == "failed save"] == [4]
+    assert_equal(tmp_path / "out", undisturbed)
+
+
+def test_saves_that_keep_failing_end_the_run_as_blocking_ones_do(tmp_path):
+    argv = arguments(tmp_path, "out", "--steps", "40")
+    results = pool.run(kill_writers, 2, argv, (8, 12, 16))
+    assert [code for code, _ in results] == [1, 1]
+    assert store.list_tags(tmp_path / "out" / "checkpoints") == ["step00000004"]
+    assert tiny_run.rows(tmp_path / "out")[-1]["step"] == 20
+
+
+def is_running(pid: int) -> bool:
+    try:
+        return "Z" not in Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except FileNotFoundError:
+        return False
+
+
+def wait_for(what, seconds: float = 60.0) -> None:
+    end = time.monotonic() + seconds
+    while not what():
+        assert time.monotonic() < end
+        time.sleep(0.02)
