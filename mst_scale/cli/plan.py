@@ -28,6 +28,7 @@ examples:
   mst plan --config gpt3_175b --gpus 512 --gpu h100-80gb --tokens 300B --json
   mst plan --config demo --gpus 1 --goal train-cost                # which recipe fits, or dense training
   mst plan --config gpt2_small --gpus 4 --gpu a100-40gb --efficiency matmul=0.5
+  mst plan --config gpt3_13b --nodes 8 --by-phase --set mst.compute.compact=auto   # how many GPUs each phase needs
 """
 COUNTS = ("gpus", "nodes", "gpus-per-node", "tp", "pp", "sp")
 UNITS = {"K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
@@ -64,6 +65,11 @@ def add(subparsers: Any) -> None:
         help="share of a peak (matmul=0.5); repeatable",
     )
     verb.add_argument(
+        "--by-phase",
+        action="store_true",
+        help="instead, for each phase the fewest GPUs that hold it, and the number with the fewest GPU-hours",
+    )
+    verb.add_argument(
         "--goal",
         choices=("train-cost", "inference-cost"),
         help="also say which recipe fits this goal at this size and length, or plain dense training",
@@ -87,6 +93,8 @@ def run(args: argparse.Namespace) -> int:
     check(experiment)
     tokens = None if args.tokens is None else _tokens(args.tokens)
     target = machine(args.gpu, gpus, nodes, tuple(args.efficiency), args.network)
+    if args.by_phase:
+        return _by_phase(args, experiment, gpus, target, tokens)
     options = {"tensor": args.tp, "sequence": args.sp, "pipeline": args.pp}
     answer = plan(experiment, gpus, target, tokens, {axis: size for axis, size in options.items() if size is not None})
     expected = expect(answer.experiment, answer.setting.batch)
@@ -96,6 +104,25 @@ def run(args: argparse.Namespace) -> int:
         print(json.dumps({**answer.to_dict(), **found}))
         return 0
     print(format_plan(answer, [str(line) for line in (expected, advice) if line is not None]))
+    return 0
+
+
+def _by_phase(args: argparse.Namespace, experiment: Any, gpus: int, target: Any, tokens: float | None) -> int:
+    """Print the numbers of GPUs for each phase."""
+    from mst_scale.cli.plan_text import format_phases
+    from mst_scale.plan.answer import of_tokens, own_setting
+    from mst_scale.plan.by_phase import by_phase
+
+    for option, size in (("--tp", args.tp), ("--pp", args.pp), ("--sp", args.sp)):
+        if size is not None:
+            raise UserError(f"--by-phase chooses how GPUs share the model in each phase: omit {option}")
+    if tokens is not None:
+        experiment = of_tokens(experiment, tokens, own_setting(experiment, gpus).batch)
+    found = by_phase(experiment, gpus, target)
+    if args.json:
+        print(json.dumps({"gpu": args.gpu, "gpus": gpus, "by_phase": [phase.to_dict() for phase in found]}))
+    else:
+        print(format_phases(found, gpus, args.gpu))
     return 0
 
 

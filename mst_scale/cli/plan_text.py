@@ -10,7 +10,10 @@ from typing import TYPE_CHECKING
 from mst_scale.cli import align
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from mst_scale.plan.answer import Plan
+    from mst_scale.plan.by_phase import PhaseOptions
     from mst_scale.plan.recommend import Choice
 
 GB = 1e9
@@ -24,6 +27,32 @@ def format_plan(plan: Plan, remarks: Sequence[str] = ()) -> str:
     of_loss = "\n".join(_wrap(f"{remark[0].upper()}{remark[1:]}") for remark in remarks)
     texts = [*(part(plan) for part in before), of_loss, *(part(plan) for part in after)]
     return "\n\n".join(text for text in texts if text)
+
+
+def format_phases(phases: Sequence[PhaseOptions], gpus: int, gpu: str) -> str:
+    """Format the fewest GPUs of each phase, the number with the fewest GPU-hours, and all GPUs."""
+    each = ["GB", "days", "GPU-h"]
+    rows = [["phase", "steps", "storage", "fewest", *each, "best", *each, f"{gpus:,}:", "days", "GPU-h"]]
+    totals = [0.0] * 6
+    for phase in phases:
+        row = [phase.name, f"{phase.steps:,}", "compact" if phase.compact else "dense"]
+        for i, option in enumerate((phase.fewest, phase.best, phase.options[-1])):
+            days, hours = option.hours / 24, option.gpu_hours
+            where = [f"{option.gpus:,}", f"{option.choice.memory.needed / GB:.1f}"] if i < 2 else [""]
+            row += [*where, f"{days:,.3g}", f"{hours:,.0f}"]
+            totals[2 * i : 2 * i + 2] = totals[2 * i] + days, totals[2 * i + 1] + hours
+        rows.append(row)
+    run = ["run", f"{sum(phase.steps for phase in phases):,}", ""]
+    for i in range(3):
+        run += [*([""] * (2 if i < 2 else 1)), f"{totals[2 * i]:,.3g}", f"{totals[2 * i + 1]:,.0f}"]
+    rows.append(run)
+    about = (
+        f"Each phase on up to {gpus:,} × {gpu}, at the same global batch and in the setting recommended for that many "
+        "GPUs. fewest: the least that hold the phase; best: the most whose GPU-hours (GPU-h) are within 3 % of the "
+        "least. Times are expected, not measured; saving and starting again between phases are not counted. The "
+        "settings are in --json."
+    )
+    return "\n".join([*align(rows, [0, 2]), _wrap(about)])
 
 
 def _headline(plan: Plan) -> str:

@@ -10,6 +10,7 @@ step_time   seconds of a step, dense and in every phase
 topology    bytes and seconds of a topology step
 recommend   the fastest setting and masks that fit, and the reasons
 answer      the whole plan of a config
+by_phase    numbers of GPUs for each phase: the fewest, and the fewest GPU-hours
 
 expected_gain   the FLOP multiplier that a recipe is expected to have, and the recipe that fits a goal
 

@@ -211,7 +211,7 @@ def plan(
     """
     validate_backend(experiment)
     shareable = experiment if fixed else _shareable(experiment, gpus, machine)
-    own = _setting(shareable, gpus)
+    own = own_setting(shareable, gpus)
     can_share = shareable is experiment
     experiment = experiment.with_batch(own.batch)
     if tokens is not None:
@@ -328,7 +328,7 @@ def describe_setting(setting: Setting) -> str:
     return ", ".join(words)
 
 
-def _setting(experiment: Experiment, gpus: int) -> Setting:
+def own_setting(experiment: Experiment, gpus: int) -> Setting:
     """Return the config's setting with the largest micro-batch with which the GPUs can share its global batch."""
     if gpus < 1:
         raise UserError(f"--gpus must be at least 1, not {gpus}")
@@ -358,7 +358,7 @@ def _shareable(experiment: Experiment, gpus: int, machine: Machine) -> Experimen
             continue
         asked = {**experiment.deepspeed, "tensor_parallel": {"autotp_size": tensor}}
         wanted = replace(experiment, deepspeed=asked)
-        if _problem(wanted, _setting(wanted, gpus), machine) is None:
+        if _problem(wanted, own_setting(wanted, gpus), machine) is None:
             return wanted
     return experiment
 
