@@ -73,6 +73,7 @@ class Memory:
     step_buffers: int = 0
     host: int = 0  # from step to step, …
     host_step: int = 0  # … and on a topology step on top of it
+    snapshot: int = 0  # of host memory, for the copy of a checkpoint that is being written (training.async_save)
 
     @property
     def held(self) -> int:
@@ -133,6 +134,9 @@ def _of_stage(experiment: Experiment, s: Setting, stage: int) -> Memory:
     else:
         dense = (_stage_1_2 if s.stage else _stage_0)(found, s, acts)
     masks, topology_step = _masks_and_topology_step(experiment, s, found)
+    if experiment.training.async_save and s.offload == "none":
+        # rank 0 copies the weights, too; at stage 3 the optimizer's are the only ones
+        dense = replace(dense, snapshot=dense.optimizer + masks + (dense.weights if s.stage < 3 else 0))
     if s.offload_optimizer and s.stage:
         return replace(dense, host=dense.host + masks, host_step=topology_step)
     return replace(dense, masks=masks, step_buffers=dense.step_buffers + topology_step)

@@ -2,6 +2,7 @@
 
 import pytest
 
+from mst_scale.cli.plan_text import format_plan
 from mst_scale.config import load
 from mst_scale.errors import UserError
 from mst_scale.plan.answer import of_tokens, plan
@@ -47,3 +48,17 @@ def test_expected_times_of_blocks():
     assert expected["ultra_speedup"] == ultra.dense_seconds / ultra.expected_seconds > 2
     assert ultra.expected_seconds == pytest.approx(answer.sides[2].seconds), "its own side"
     assert expected["run_speedup"] == answer.dense_hours / answer.expected_hours > 1
+
+
+def test_the_copy_of_a_checkpoint_takes_host_memory():
+    def planned(*sets):
+        return plan(ready("gpt2_small", *sets), 8, A100)
+
+    one = planned("zero_optimization.stage=1").memory
+    assert one.snapshot == one.weights + one.optimizer + one.masks > 0
+    three = planned("zero_optimization.stage=3").memory
+    assert three.snapshot == three.optimizer + three.masks
+    offloaded = planned("zero_optimization.stage=2", "zero_optimization.offload_optimizer.device=cpu")
+    for answer in (offloaded, planned("training.async_save=false")):
+        assert answer.memory.snapshot == 0 and "hold a checkpoint" not in format_plan(answer)
+    assert format_plan(planned()).count("GB of host memory per GPU hold a checkpoint until it is written") == 1
