@@ -6,7 +6,7 @@
     ours      the same files are copied into memory, and a process writes them while training continues
               (`training.async_save`); `first` is the first copy, for which the kernel has to provide the memory
 
-The model is that of `benchmarks.training`: GPT-2 small's widths and whole head, 4 of its 12 layers, 96 % sparse, in
+The model has the widths of GPT-2 small, its whole head and one of its 12 layers, 96 % sparse and trained in
 float32. Blocking and asynchronous saves alternate; times are medians of the slowest rank, and a training step is taken
 before each save. The time until the checkpoint is on the disk (`written`) is spent next to training, and measured while
 the rank waits. Not measured: GPUs, disks of a cluster, how much a step slows down while the process uses a core.
@@ -33,6 +33,7 @@ from .page import Row, aside, grid, outputs, tell
 from .timing import middle_half
 from .training import MASKED_MODEL, config
 
+MODEL = {**MASKED_MODEL, "n_layer": 1}
 ASKED = 0.10
 
 
@@ -48,10 +49,10 @@ def measure(stage: int, rounds: int, threads: int) -> Row:
     ranks = comm.init()
     torch.set_num_threads(max(1, threads // ranks.world_size))
     mst = {"method": "sparse", "sparsity": {"max": 0.96}, "attention": {"pattern": "dense"}}
-    raw = config(MASKED_MODEL, ranks.world_size, 1, training={"steps": 10**6}, mst=mst)
+    raw = config(MODEL, ranks.world_size, 1, training={"steps": 10**6}, mst=mst)
     raw["zero_optimization"] = {"stage": stage}
     torch.manual_seed(1)
-    engine = mst_scale.initialize(model=GPT(ModelConfig(**MASKED_MODEL)), config=raw)[0]
+    engine = mst_scale.initialize(model=GPT(ModelConfig(**MODEL)), config=raw)[0]
     tokens = torch.randint(50257, (1, 1024), generator=torch.Generator().manual_seed(1))
     folder = Path(ranks.on_first(lambda: tempfile.mkdtemp(prefix="mst-bench-", dir=".")))
     saves, number = BackgroundSaves(ranks), 0
