@@ -169,7 +169,7 @@ def write(files: list[CapturedFile], fd: int, folder: Path) -> list[str]:
 def _write_one(file: CapturedFile, memory: Tensor, path: Path) -> None:
     if [name for name, _, _ in file.records] == [""]:
         ((_, start, size),) = file.records
-        path.write_bytes(memory[start : start + size].numpy())
+        path.write_bytes(memory[start : start + size].numpy().data)
         if file.mode is not None:
             path.chmod(file.mode)
         return

@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 import mst_scale
 from mst_scale.checkpoints import store
 from mst_scale.checkpoints.writer import IGNORED, Job
-from mst_scale.comm import Ranks, logger
+from mst_scale.comm import Ranks, logger, timeout
 from mst_scale.snapshot import Snapshot
 
 POLL_SECONDS = 0.1
@@ -45,10 +45,12 @@ class BackgroundSaves:
 
     Args:
         ranks: all ranks, which call `start` and `finish` together.
+        limit: seconds that `finish` waits for a disk that does not answer; DEEPSPEED_TIMEOUT by default.
     """
 
-    def __init__(self, ranks: Ranks):
+    def __init__(self, ranks: Ranks, limit: float | None = None):
         self.ranks = ranks
+        self.limit = timeout().total_seconds() if limit is None else limit
         self.snapshot: Snapshot | None = None
         self.process: subprocess.Popen[bytes] | None = None
         self._connection: Any = None
@@ -108,9 +110,12 @@ class BackgroundSaves:
         if self._pending is None:
             return None
         step, draft = self._pending
-        told = False
+        told, began = False, time.monotonic()
         while True:
-            outcomes = self._gather(self._look())
+            outcome = self._look()
+            if outcome == _BUSY and time.monotonic() - began > self.limit:
+                outcome = f"it was not written within {self.limit / 60:g} minutes"
+            outcomes = self._gather(outcome)
             failed = [(rank, error) for rank, error in enumerate(outcomes) if error not in (None, _BUSY)]
             if failed or _BUSY not in outcomes:
                 break
@@ -125,6 +130,8 @@ class BackgroundSaves:
             return Saved(step, None)
         if self._outcome == _BUSY:
             self._end_process()
+            if failed[0][0] == self.ranks.rank:
+                logger.error("the checkpoint of step %d is given up: %s", step, failed[0][1])
         rank, error = failed[0]
         self.ranks.on_first(lambda: shutil.rmtree(draft, ignore_errors=True))
         return Saved(step, f"rank {rank}: {error}" if rank else error)

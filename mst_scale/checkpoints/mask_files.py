@@ -204,9 +204,11 @@ def _fitting(checkpoint: Path, state: MaskState, saved: Mapping[str, Any] | None
             )
     for what, fits in same.items():
         if not fits:
+            old = ", with mst.sparsity.sparse_tokens=null for a run of mst-best from before 0.2"
+            limit = old if what == "schedule" else ""
             raise UserError(
                 f"{checkpoint} was trained with another {what} of sparsity: keep training.steps, the seed and the mst "
-                "block as they were, or go on dense with --method dense"
+                f"block as they were{limit}, or continue dense with --method dense"
             )
     return found
 

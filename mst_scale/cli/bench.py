@@ -13,6 +13,7 @@ from mst_scale.comm import logger
 TEXT = """\
 Run a benchmark on this machine. Our code and the baseline alternate within one run.
 
+  async_save        how long training waits for a checkpoint: written by the rank itself, and by a process of its own
   attention         Hybrid Sparse Attention compared with causal flash attention and FlexAttention
   baselines         every method at one small size and equal FLOPs (the study of the same name)
   compiled          every Triton kernel compiled for A100 and H100: registers, shared memory, occupancy; needs no GPU
@@ -46,7 +47,7 @@ examples:
   mst bench step --config gpt2_small --set model.n_layer=2 --set bf16.enabled=false --micro-batch-size 1
 """
 PROGRAMS = (  # modules of mst_scale.benchmarks
-    "attention", "baselines", "compiled", "density", "generate", "gpu_day", "grown_weights", "linear",
+    "async_save", "attention", "baselines", "compiled", "density", "generate", "gpu_day", "grown_weights", "linear",
     "logging_overhead", "long", "pruning", "quality", "scaling", "step", "structured", "study", "topology", "training",
 )  # fmt: skip
 

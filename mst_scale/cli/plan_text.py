@@ -155,6 +155,8 @@ def _memory(plan: Plan) -> str:
         *_table([head.split("|"), *(_memory_row(choice, plan) for choice in plan.stages)]),
         f"* this configuration, {'with' if plan.setting.recompute else 'without'} activation checkpointing",
     ]
+    if copied := plan.memory.snapshot:
+        lines.append(f"up to {copied / GB:.1f} GB of host memory per GPU hold a checkpoint until it is written")
     if plan.setting.separate_accumulation:
         precision = plan.setting.precision
         lines.append(f"stages 0 and 1 accumulate gradients in {precision}: DeepSpeed or masks allow no other type")

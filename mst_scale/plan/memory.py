@@ -78,6 +78,7 @@ class Memory:
     step_buffers: int = 0
     host: int = 0  # from step to step, …
     host_step: int = 0  # … and on a topology step on top of it
+    snapshot: int = 0  # of host memory, for the copy of a checkpoint that is being written (training.async_save)
 
     @property
     def held(self) -> int:
@@ -142,6 +143,9 @@ def _of_stage(experiment: Experiment, s: Setting, stage: int, topology_steps: bo
     masks, topology_step = _masks_and_topology_step(experiment, s, found)
     topology_step *= topology_steps
     index = sum(p.active * (INDEX_BYTES if p.whole < NARROW else WIDE_INDEX_BYTES) for p in found if p.active)
+    if experiment.training.async_save and s.offload == "none":
+        # rank 0 copies the weights, too; at stage 3 the optimizer's are the only ones
+        stored = replace(stored, snapshot=stored.optimizer + masks + index + (stored.weights if s.stage < 3 else 0))
     if s.offload_optimizer and s.stage:
         return replace(stored, masks=index, host=stored.host + masks, host_step=topology_step)
     return replace(stored, masks=masks + index, step_buffers=stored.step_buffers + topology_step)

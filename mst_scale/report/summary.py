@@ -265,6 +265,7 @@ def recipe(run: Run) -> Facts:
         found["sparsity"] = _join(
             (_format_length(of("mst", "sparsity", "max")), "at most"), of("mst", "sparsity", "distribution"),
             ("variation", of("mst", "sparsity", "variation")),
+            ("for at most", of("mst", "sparsity", "sparse_tokens"), "tokens per parameter"),
         )  # fmt: skip
         found["topology"] = _join(
             ("policy", of("mst", "topology", "policy")), ("every", of("mst", "topology", "interval"), "steps"),

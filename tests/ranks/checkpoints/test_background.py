@@ -89,6 +89,28 @@ def test_a_slow_writer_does_not_delay_training(tmp_path):
     assert store.list_tags(tmp_path) == ["step00000002", "step00000001"]
 
 
+def hung(saves, folder):
+    """The disk does not answer the writer of rank 1."""
+    save(saves, folder, 1)
+    saves.finish()
+    saves.limit = 1.0
+    if saves.ranks.rank == 1:
+        os.kill(saves.process.pid, signal.SIGSTOP)
+    save(saves, folder, 2)
+    found = saves.finish()
+    save(saves, folder, 3)
+    saves.limit = 60.0
+    return found, saves.finish()
+
+
+def test_a_disk_that_does_not_answer_costs_this_save_alone(tmp_path):
+    results = pool.run(run, 2, str(tmp_path), hung)
+    for (found, after), _ in results:
+        assert found.step == 2 and "not written within" in found.error and after == (3, None)
+    assert sum(text.count("the checkpoint of step 2 is given up") for _, text in results) == 1
+    assert store.list_tags(tmp_path) == ["step00000003", "step00000001"]
+
+
 def killed(saves, folder):
     """The writer of rank 1 is killed in the middle of the second save."""
     save(saves, folder, 1)

@@ -369,6 +369,19 @@ def test_masks_are_those_of_a_longer_run_that_was_the_same_up_to_them(tmp_path):
         mask_files.restore(tmp_path, other, state)
 
 
+def test_a_checkpoint_from_before_the_limit_of_the_sparse_phase_names_the_key_that_removes_it(tmp_path):
+    def of(sparse_tokens: float | None):
+        config = SparsityConfig(max=0.8, sparse_tokens=sparse_tokens)
+        return config.schedule(200, TopologyConfig(interval=3), steps_per_token=1.0)
+
+    state = save(tmp_path, whole(1), even(1), schedule=of(None))
+    (limited,) = states_of(whole(2), even(1), schedule=of(20))
+    with pytest.raises(UserError, match=r"mst\.sparsity\.sparse_tokens=null"):
+        mask_files.restore(tmp_path, limited, state)
+    (same,) = states_of(whole(2), even(1), schedule=of(500))
+    mask_files.restore(tmp_path, same, state)
+
+
 def test_another_interval_is_named_with_the_key_that_sets_it(tmp_path):
     """Such as the default of an earlier version, which was shorter in short runs."""
 

@@ -6,11 +6,10 @@ import signal
 from pathlib import Path
 
 import pytest
-import torch
 
 import mst_scale
 from tests.support import pool
-from tests.support.toy_engine import OFFLOAD, STAGES, mst_config, shas, train
+from tests.support.toy_engine import OFFLOAD, STAGES, mst_config, train
 from tests.support.toys import toy
 
 
@@ -19,66 +18,36 @@ def digests(folder: Path) -> dict[str, str]:
     return {str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
 
 
-def started(stage, world, method="mst", async_save=True, **extra):
+def started(stage, world, method="mst", **extra):
     config = mst_config(stage, world, method=method, **extra)
-    config["training"]["async_save"] = async_save
+    config["training"]["async_save"] = True
     return mst_scale.initialize(model=toy(), config=config)[0]
 
 
 def both(rank, world, folder, stage, method):
-    """Two checkpoints with the writer, one of which is loaded before anybody has waited for it, and one without."""
+    """Checkpoints of the same states with the writer and without; one is loaded before anybody has waited for it."""
     engine = started(stage, world, method)
+    blocking = engine.save_checkpoint.__wrapped__
     train(engine, rank, world, 4)
     engine.save_checkpoint(f"{folder}/async", client_state={"mine": 4})
+    blocking(f"{folder}/plain", client_state={"mine": 4})
     losses = train(engine, rank, world, 3, first=4)
     engine.save_checkpoint(f"{folder}/async", tag="second", save_latest=False)
+    blocking(f"{folder}/plain", tag="second", save_latest=False)
     engine.load_checkpoint(f"{folder}/async", tag="global_step4")
     again = train(engine, rank, world, 3, first=4)
     engine.mst.finish_save()
-    masks = shas(engine, world) if method == "mst" else None
     engine.mst.saves.close()
-
-    plain = started(stage, world, method, async_save=False)
-    train(plain, rank, world, 4)
-    plain.save_checkpoint(f"{folder}/plain", client_state={"mine": 4})
-    train(plain, rank, world, 3, first=4)
-    plain.save_checkpoint(f"{folder}/plain", tag="second", save_latest=False)
-    return losses == again, plain.mst.saves is None, masks == (shas(plain, world) if method == "mst" else None)
+    return losses == again
 
 
 @pytest.mark.parametrize("method", ["mst", "dense"])
 @pytest.mark.parametrize("stage", STAGES)
 def test_the_files_are_those_of_a_save_that_blocks(tmp_path, stage, method):
-    assert pool.run(both, 2, str(tmp_path), stage, method) == [(True, True, True)] * 2
+    assert pool.run(both, 2, str(tmp_path), stage, method) == [True, True]
     ours, theirs = digests(tmp_path / "async"), digests(tmp_path / "plain")
-    assert ours.keys() == theirs.keys() and "latest" in ours
-    differing = {name for name in ours if ours[name] != theirs[name]}
-    assert {name for name in differing if not name.endswith(".pt")} == set()
-    for name in differing:  # the config that DeepSpeed keeps there says whether saves block
-        mine, other = (torch.load(tmp_path / kind / name, weights_only=False) for kind in ("async", "plain"))
-        assert_same(without_config(mine), without_config(other))
-
-
-def without_config(state):
-    return {key: value for key, value in state.items() if key not in ("ds_config", "mst_config")}
-
-
-def assert_same(a, b):
-    assert type(a) is type(b)
-    if isinstance(a, dict):
-        assert a.keys() == b.keys()
-        for key in a:
-            assert_same(a[key], b[key])
-    elif isinstance(a, list | tuple):
-        assert len(a) == len(b)
-        for one, other in zip(a, b, strict=True):
-            assert_same(one, other)
-    elif torch.is_tensor(a):
-        assert torch.equal(a, b)
-    elif hasattr(a, "__dict__") and not isinstance(a, type):
-        assert_same(vars(a), vars(b))
-    else:
-        assert a == b
+    assert ours == theirs and "latest" in ours and len(ours) >= 3
+    assert (tmp_path / "async" / "latest").read_text() == "global_step4"
 
 
 def failing(rank, world, folder):

@@ -50,6 +50,20 @@ def test_expected_times_of_blocks():
     assert expected["run_speedup"] == answer.dense_hours / answer.expected_hours > 1
 
 
+def test_the_copy_of_a_checkpoint_takes_host_memory():
+    def planned(*sets):
+        return plan(ready("gpt2_small", *sets), 8, A100)
+
+    one = planned("zero_optimization.stage=2").memory
+    assert one.snapshot == one.weights + one.optimizer + one.masks > 0
+    three = planned("zero_optimization.stage=3").memory
+    assert three.snapshot == three.optimizer + three.masks
+    offloaded = planned("zero_optimization.stage=2", "zero_optimization.offload_optimizer.device=cpu")
+    for answer in (offloaded, planned("training.async_save=false")):
+        assert answer.memory.snapshot == 0 and "hold a checkpoint" not in format_plan(answer)
+    assert format_plan(planned()).count("GB of host memory per GPU hold a checkpoint until it is written") == 1
+
+
 CONSTANT = ("mst.compute.compact=auto", "mst.sparsity.max=0.96", "mst.targets.lm_head=true")
 
 

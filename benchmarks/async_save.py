@@ -1,0 +1,163 @@
+"""Measures how long training waits for a checkpoint: written by the rank itself, and by a process of its own.
+
+    mst bench async_save [--ranks 1 2] [--stages 1 2 3] [--rounds 5] [--json | --markdown]
+
+    blocking  DeepSpeed writes its files, which are digested, synced to the disk and read back before training continues
+    ours      the same files are copied into memory, and a process writes them while training continues
+              (`training.async_save`); `first` is the first copy, for which the kernel has to provide the memory
+
+The model has the widths of GPT-2 small, its whole head and one of its 12 layers, 96 % sparse and trained in
+float32. Blocking and asynchronous saves alternate; times are medians of the slowest rank, and a training step is taken
+before each save. The time until the checkpoint is on the disk (`written`) is spent next to training, and measured while
+the rank waits. Not measured: GPUs, disks of a cluster, how much a step slows down while the process uses a core.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+
+from mst_scale.comm.parser import Parser, at_least
+
+from .local_ranks import run_on
+from .machine import machine
+from .page import Row, aside, grid, outputs, tell
+from .timing import middle_half
+from .training import MASKED_MODEL, config
+
+MODEL = {**MASKED_MODEL, "n_layer": 1}
+ASKED = 0.10
+
+
+def measure(stage: int, rounds: int, threads: int) -> Row:
+    """Measure one ZeRO stage on the ranks that call this."""
+    import mst_scale
+    from mst_scale import comm
+    from mst_scale.checkpoints import store
+    from mst_scale.checkpoints.background import BackgroundSaves
+    from mst_scale.config import ModelConfig
+    from mst_scale.models.gpt import GPT
+
+    ranks = comm.init()
+    torch.set_num_threads(max(1, threads // ranks.world_size))
+    mst = {"method": "sparse", "sparsity": {"max": 0.96}, "attention": {"pattern": "dense"}}
+    raw = config(MODEL, ranks.world_size, 1, training={"steps": 10**6}, mst=mst)
+    raw["zero_optimization"] = {"stage": stage}
+    torch.manual_seed(1)
+    engine = mst_scale.initialize(model=GPT(ModelConfig(**MODEL)), config=raw)[0]
+    tokens = torch.randint(50257, (1, 1024), generator=torch.Generator().manual_seed(1))
+    folder = Path(ranks.on_first(lambda: tempfile.mkdtemp(prefix="mst-bench-", dir=".")))
+    saves, number = BackgroundSaves(ranks), 0
+
+    def slowest(run: Callable[[], object]) -> float:
+        ranks.any(False)
+        began = time.monotonic()
+        run()
+        seconds = torch.tensor(time.monotonic() - began, dtype=torch.float64)
+        torch.distributed.all_reduce(seconds, op=torch.distributed.ReduceOp.MAX, group=ranks.control)
+        return float(seconds)
+
+    def step() -> None:
+        engine.backward(engine(tokens, tokens))
+        engine.step()
+
+    about = {"batch": ranks.world_size, "micro": 1, "optimizer": None, "sizes": comm.ParallelDims()}
+
+    def blocking() -> None:
+        store.save(engine, folder, ranks, step=number, keep=1, state={}, **about)  # type: ignore[arg-type]
+
+    def start() -> None:
+        saves.start(
+            lambda snapshot, draft: store.copy(engine, snapshot, draft, {"step": number}),
+            folder / store.tag_of(number),
+            step=number, about=store.describe(engine, ranks, step=number, **about), keep=1,  # type: ignore[arg-type]
+        )  # fmt: skip
+
+    times: dict[str, list[float]] = {"step": [], "blocking": [], "ours": [], "written": []}
+    try:
+        for _ in range(rounds + 1):
+            for name, run in (("blocking", blocking), ("ours", start)):
+                number += 1
+                times["step"].append(slowest(step))
+                times[name].append(slowest(run))
+            times["written"].append(times["ours"][-1] + slowest(saves.finish))
+        written = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+        held = saves.snapshot.used if saves.snapshot is not None else 0
+    finally:
+        saves.close()
+        ranks.on_first(lambda: shutil.rmtree(folder, ignore_errors=True))
+    first = times["ours"][0]
+    middle = {name: 1e3 * statistics.median(values[1:]) for name, values in times.items()}
+    spread = {name: [round(1e3 * q) for q in middle_half(values[1:])] for name, values in times.items()}
+    return {
+        "ranks": ranks.world_size,
+        "stage": stage,
+        "checkpoint_mb": round(written / 1e6),
+        "copy_mb": round(held / 1e6),
+        "ours_ms": round(middle["ours"], 1),
+        "ours_range": spread["ours"],
+        "first_ms": round(1e3 * first, 1),
+        "written_ms": round(middle["written"]),
+        "baseline": "blocking save",
+        "baseline_ms": round(middle["blocking"], 1),
+        "baseline_range": spread["blocking"],
+        "speedup": round(middle["blocking"] / middle["ours"], 1),
+        "step_ms": round(middle["step"]),
+        "share": middle["ours"] / middle["blocking"],
+        "asked": ASKED,
+    }
+
+
+def run(ranks: Sequence[int], stages: Sequence[int], rounds: int, threads: int) -> list[Row]:
+    """Measure all rows; each stage and number of ranks in processes of its own."""
+    return [run_on(count, measure, stage, rounds, threads) for count in ranks for stage in stages]
+
+
+def table(rows: list[Row]) -> str:
+    """Return the rows as a table of Markdown."""
+    lines = []
+    for r in rows:
+        of = {name: " ({:,}–{:,})".format(*r[f"{name}_range"]) for name in ("ours", "baseline")}
+        lines.append([
+            str(r["ranks"]), str(r["stage"]), f"{r['checkpoint_mb']:,}", f"{r['copy_mb']:,}",
+            f"{r['baseline_ms']:,.0f}{of['baseline']}", f"{r['ours_ms']:,.0f}{of['ours']}", f"{r['first_ms']:,.0f}",
+            f"{r['written_ms']:,}", f"{r['share']:.1%}", f"{r['step_ms']:,}",
+        ])  # fmt: skip
+    return grid(
+        [
+            "ranks", "ZeRO stage", "checkpoint MB", "copy MB (rank 0)", "blocking ms (middle half)",
+            "ours ms (middle half)", "first ms", "written ms", "share of blocking", "a step ms",
+        ],
+        lines,
+    )  # fmt: skip
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the benchmark and print its results."""
+    parser = Parser(
+        prog="mst bench async_save", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--ranks", type=at_least(1), nargs="+", default=[1, 2], help="processes (default: 1 2)")
+    parser.add_argument("--stages", type=int, choices=range(4), nargs="+", default=[1, 2, 3], help="ZeRO stages")
+    parser.add_argument("--rounds", type=at_least(2), default=5, help="measured saves (default: %(default)s)")
+    parser.add_argument("--threads", type=at_least(1), default=os.cpu_count() or 1, help="CPU threads, shared out")
+    outputs(parser)
+    options = parser.parse_args(arguments)
+    with aside():
+        rows = run(options.ranks, options.stages, options.rounds, options.threads)
+    given = f"--ranks {' '.join(map(str, options.ranks))} --stages {' '.join(map(str, options.stages))}"
+    command = f"mst bench async_save {given} --rounds {options.rounds}"
+    tell(options, rows, table(rows), about=machine(options.threads), doc=__doc__, command=command)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,25 @@
+"""The facts that a report states about a run."""
+
+import json
+
+import pytest
+
+from mst_scale.config import load
+from mst_scale.report import summary
+from mst_scale.report.reader import Reader
+from tests.support import reported_runs as runs
+
+
+def test_a_limit_of_the_sparse_phase_is_stated_with_the_phases_that_follow_from_it(tmp_path):
+    folder = runs.write(tmp_path / "run", steps=600, seed=1)
+    resolved = json.loads((folder / "config.json").read_text())
+    resolved["mst"].setdefault("sparsity", {})["sparse_tokens"] = 0.5
+    (folder / "config.json").write_text(json.dumps(resolved))
+    reader = Reader(folder)
+    reader.update()
+    facts = summary.recipe(reader.run)
+    assert facts["sparsity"].endswith("for at most 0.5 tokens per parameter")
+    run = load(resolved)
+    sparse = 0.5 * run.model.weights / (run.deepspeed["train_batch_size"] * run.model.seq_length)
+    assert run.schedule.sparse_until == pytest.approx(sparse, abs=1) and sparse < 500
+    assert f"restoration to step {run.schedule.sparse_until}, dense to step 600" in facts["phases"]
