@@ -9,7 +9,7 @@ from mst_scale.config import load
 from mst_scale.engine.targets import choose_targets
 from mst_scale.models.bert import BERT as BERT_MODEL
 from mst_scale.models.gpt import GPT
-from mst_scale.plan.setting import held, parameters, setting_of, sparse_parameters
+from mst_scale.plan.setting import held, parameters, sparse_parameters
 from tests.support.plan_configs import MODEL, setting, total
 
 SMALL = {"n_layer": 2, "n_head": 2, "n_embd": 8, "seq_length": 4, "vocab_size": 10}
@@ -61,13 +61,3 @@ def test_stages_hold_every_layer_once_and_a_tied_head_twice():
     untied = replace(MODEL, tied_head=False)
     ends = [held(untied, s, stage) for stage in (0, 1)]
     assert total(ends[0]) + total(ends[1]) == total(parameters(untied))
-
-
-def test_a_sparse_phase_in_tokens_needs_no_stated_batch():
-    """The setting knows the batch, on which the schedule of such a run depends."""
-    experiment = load({
-        "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 1,
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}, "training": {"steps": 1000},
-        "mst": {"method": "mst", "sparsity": {"sparse_tokens": 20}, "compute": {"compact": "auto"}},
-    })  # fmt: skip
-    assert setting_of(experiment, 4).batch == 8 and setting_of(experiment, 4).compact is None
