@@ -28,6 +28,7 @@ from mst_scale.config.check import check
 from mst_scale.config.ready import config_file
 from mst_scale.errors import UserError
 from mst_scale.pretrain import resume, schedules
+from mst_scale.run_logging.operations import command_of
 from mst_scale.run_logging.out_lock import OutLock
 from mst_scale.run_logging.progress import Starting
 
@@ -116,6 +117,8 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     add("--eval-every", type=int, metavar="N", help="overrides training.eval_every")
     add("--eval-data", metavar="DIR", help="the tasks' files (default: from the hub)")
     add("--set", action="append", default=[], metavar="K=V", help="override any key, repeatable")
+    add("--health", type=Path, metavar="FILE", help="keep the state of the run in FILE: JSON, or Prometheus if .prom")
+    add("--on-event", metavar="CMD", help="start CMD for each event (start, end, spike, …) with its JSON as last word")
     add("--stop-at", type=int, metavar="N", help="save and stop after step N; the same run continues from there")
     add("--resume", default="auto", metavar="auto|never|TAG", help="continue from a checkpoint of OUT")
     add("--local_rank", type=int, help=argparse.SUPPRESS)  # the deepspeed launcher passes it
@@ -160,6 +163,9 @@ def read_experiment(args: argparse.Namespace) -> Experiment:
         )
     if args.stop_at is not None and args.stop_at < 1:
         raise UserError(f"--stop-at {args.stop_at}: give the number of a step, from 1")
+    if args.health is not None:
+        validate_folder("--health", args.health.parent)
+    command_of(args.on_event)
     check(experiment)
     if branches:
         experiment = schedules.plan_branch(experiment, args.branch_decay_from, out)

@@ -39,6 +39,7 @@ from mst_scale.pretrain.prepare import Prepared, load_checkpoint, prepare
 from mst_scale.pretrain.schedules import describe_extension, learning_rate, set_groups
 from mst_scale.randomness import counter_hash
 from mst_scale.run_logging.observer import Observer
+from mst_scale.run_logging.operations import Operations, command_of
 from mst_scale.run_logging.progress import Starting, kind_of
 from mst_scale.run_logging.record import Record, compare_with_baseline, state_of
 from mst_scale.run_logging.run_file import DIVERGED, FINISHED, PAUSED, STOPPED, STORAGE
@@ -66,9 +67,14 @@ class Run:
         prepared: the run as `prepare` returns it.
         stop: asks the run to save and stop; None if nothing does.
         stop_at: the step after which the run saves and stops before its end, or None.
+        health: the file of the option --health.
+        command: the words of the option --on-event.
     """
 
-    def __init__(self, prepared: Prepared, stop: StopRequest | None = None, stop_at: int | None = None):
+    def __init__(
+        self, prepared: Prepared, stop: StopRequest | None = None, stop_at: int | None = None,
+        health: Path | None = None, command: list[str] | None = None,
+    ):  # fmt: skip
         self.experiment, self.out, self.ranks = prepared.experiment, prepared.out, prepared.ranks
         self.batch, self.micro, self.accumulation = prepared.batch, prepared.micro, prepared.accumulation
         self.train, self.val, self.tasks = prepared.train, prepared.val, prepared.tasks
@@ -104,6 +110,15 @@ class Run:
             layers=prepared.progress.layers,
         )
 
+        self.operations: Operations | None = None
+        if self.run_file is not None:
+            file = self.run_file
+            self.operations = Operations(
+                self.out, self.training.steps, restarts=len(file.starts) - 1, events=file.events, health=health,
+                command=command,
+            )  # fmt: skip
+            self.operations.event("started", step=self.step)
+
     def _background_saves(self) -> BackgroundSaves | None:
         """Return what saves while training continues; None if saves are to block."""
         if not self.training.async_save:
@@ -114,9 +129,16 @@ class Run:
         return BackgroundSaves(self.ranks)
 
     def _record_event(self, what: str, **more: Any) -> None:
-        """Add an event to run.json."""
-        if self.run_file is not None:
+        """Add an event to run.json, and tell operators of it."""
+        if self.run_file is not None and self.operations is not None:
             self.run_file.happened(what, **more)
+            self.operations.event(what, **more)
+
+    def record_end(self, how: str) -> None:
+        """Record in run.json how this start ends, and tell operators of it."""
+        if self.run_file is not None and self.operations is not None:
+            self.run_file.ended(how, self.step)
+            self.operations.event(how, how, step=self.step)
 
     # --- the loop ---
 
@@ -178,8 +200,8 @@ class Run:
         if self.nonfinite and (stop or last or changes):
             self._raise_if_nonfinite()
         if stop and not last:
-            if self.run_file is not None:
-                self.run_file.ended(STOPPED, self.step)
+            self.record_end(STOPPED)
+            if self.ranks.first:
                 comm.tell_launcher("MST_STOPPED")
             self.record.say(f"asked to stop: step {self.step} is saved; run the same command again to continue")
             raise SystemExit(0)
@@ -195,8 +217,7 @@ class Run:
 
     def pause(self) -> NoReturn:
         """End this start, whose last step is saved."""
-        if self.run_file is not None:
-            self.run_file.ended(PAUSED, self.step)
+        self.record_end(PAUSED)
         self.record.say(f"step {self.step} is saved, and the run stops here (--stop-at {self.stop_at})")
         self.ranks.leave()
         raise SystemExit(0)
@@ -211,8 +232,7 @@ class Run:
 
     def _start_again(self) -> NoReturn:
         """Continue in new processes, from the checkpoint that has just been saved."""
-        if self.run_file is not None:
-            self.run_file.ended(STORAGE, self.step)
+        self.record_end(STORAGE)
         self.record.say(f"step {self.step} is saved; the storage of weights changes, and the processes start again")
         port = self.ranks.on_first(free_port)
         self.ranks.leave()
@@ -288,6 +308,8 @@ class Run:
             row["val_loss"] = self.evaluate()
             row |= {} if self.tasks is None else self.tasks.at(self.engine, self.step)
         self.record.write(row)
+        if self.operations is not None:
+            self.operations.row(row)
 
     def _tokens(self) -> int:
         return self.ledger.seen * self.experiment.model.seq_length
@@ -358,7 +380,7 @@ class Run:
         if self.run_file is not None:
             before = self.run_file.starts[-2] if len(self.run_file.starts) > 1 else {}
             again = resume.is_restart() and before.get("how") in DIVERGED and before.get("last_step") == self.step
-            self.run_file.ended(DIVERGED[again], self.step)
+            self.record_end(DIVERGED[again])
             if again:
                 error = DivergedError(
                     f"{error}. The previous start diverged at the same step: restarting does not help"
@@ -396,7 +418,7 @@ class Run:
                     self.engine, self.checkpoints, self.ranks,
                     keep=keep, state=state, complete=make_dense if dense else None, **about,
                 )  # fmt: skip
-                self.failed_saves = 0
+                self._saved(self.step)
             else:
                 self.save_seconds = self.saves.start(
                     lambda snapshot, draft: store.copy(self.engine, snapshot, draft, {**state, "step": self.step}),
@@ -413,10 +435,15 @@ class Run:
         if self.saves is None or (saved := self.saves.finish()) is None:
             return
         if saved.error is None:
-            self.failed_saves = 0
+            self._saved(saved.step)
         else:
             error = OSError(saved.error) if self.ranks.first else comm.FailedElsewhere(1)
             self._save_failed(saved.step, error, final=False)
+
+    def _saved(self, step: int) -> None:
+        self.failed_saves = 0
+        if self.operations is not None:
+            self.operations.saved(step)
 
     def _save_failed(self, step: int, error: Exception, final: bool) -> None:
         self.failed_saves += 1
@@ -445,7 +472,7 @@ def train(args: argparse.Namespace, experiment: Experiment, out: Path, ranks: Ra
     replicas = resume.initial_replicas(out, ranks, sizes)
     fitted = ranks.agree(lambda: shortened(experiment, replicas))
     prepared = prepare(fitted, out, ranks, args.resume, args.branch_decay_from, begins=starting.begins)
-    run = Run(prepared, stop, args.stop_at)
+    run = Run(prepared, stop, args.stop_at, args.health, command_of(args.on_event))
     begun, first = time.monotonic(), run.step
     try:
         if run.pauses and first < run.training.steps:
@@ -463,7 +490,7 @@ def train(args: argparse.Namespace, experiment: Experiment, out: Path, ranks: Ra
         if run.saves is not None:
             run.saves.close()
     if run.run_file is not None:
-        run.run_file.ended(FINISHED, run.step)
+        run.record_end(FINISHED)
         more = uncounted_flops(run.experiment, run.step * run.batch)
         corpora = [start.get("corpus") for start in run.run_file.starts]
         compare = functools.partial(

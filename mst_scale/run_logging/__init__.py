@@ -6,5 +6,6 @@ progress    shows the phases of startup and the progress line; compares the time
 observer    observes weights and masks during training: histograms, pictures, snapshots
 snapshots   small pictures of weights at the ends of phases
 run_file    run.json: versions, hosts, every start, and events
+operations  the health file, the log of events, and the command that runs for each event
 out_lock    a lock that allows one run at a time in a folder
 """

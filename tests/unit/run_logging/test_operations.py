@@ -1,0 +1,79 @@
+"""The health file, the log of events and the command for each event."""
+
+import json
+import sys
+import time
+
+import pytest
+
+from mst_scale.errors import UserError
+from mst_scale.run_logging.operations import EVENTS, Operations, command_of
+
+ROW = {"step": 20, "tokens": 640, "loss": 2.5, "tokens_per_s": 100.0, "phase": "ultra", "sparsity": 0.9, "layers": {}}
+
+
+def test_the_health_file_has_step_loss_pace_last_save_and_faults(tmp_path):
+    before = [{"what": "spike"}, {"what": "rolled back"}, {"what": "grown"}]
+    operations = Operations(tmp_path, 100, restarts=2, events=before, health=tmp_path / "health.json")
+    operations.row(ROW)
+    operations.saved(20)
+    operations.event("spike", step=21, loss=9.0)
+    operations.event("failed save", step=30, why="disk full")
+    found = json.loads((tmp_path / "health.json").read_text())
+    expected = {"state": "training", "step": 20, "loss": 2.5, "tokens_per_s": 100.0, "last_save_step": 20}
+    expected |= {"restarts": 2, "spikes": 2, "rollbacks": 1, "failed_saves": 1, "steps": 100, "phase": "ultra"}
+    assert {key: found[key] for key in expected} == expected and time.time() - found["time"] < 60
+    lines = [json.loads(line) for line in (tmp_path / EVENTS).read_text().splitlines()]
+    assert [(line["event"], line["step"]) for line in lines] == [("spike", 21), ("failed save", 30)]
+    operations.event("finished", "finished", step=100)
+    assert json.loads((tmp_path / "health.json").read_text())["state"] == "finished"
+
+
+def test_prometheus_reads_the_same_numbers(tmp_path):
+    run = tmp_path / 'a "run"'
+    run.mkdir()
+    operations = Operations(run, 100, health=tmp_path / "mst.prom")
+    operations.row(ROW)
+    text = (tmp_path / "mst.prom").read_text()
+    name = str(run).replace('"', '\\"')
+    assert f'mst_loss{{run="{name}"}} 2.5\n' in text and f'mst_step{{run="{name}"}} 20\n' in text
+    assert 'state="training"' in text and 'phase="ultra"' in text
+    for line in text.splitlines():
+        assert line.startswith(("# TYPE mst_", "mst_"))
+
+
+def test_the_command_gets_the_event_as_one_word_and_is_not_waited_for(tmp_path):
+    script = tmp_path / "note.py"
+    script.write_text("import sys, time; time.sleep(0.2); open(sys.argv[1], 'a').write(sys.argv[2] + '\\n')")
+    out = tmp_path / "said; rm -rf x"
+    operations = Operations(tmp_path, 10, command=command_of(f"{sys.executable} {script} '{out}'"))
+    began = time.monotonic()
+    operations.event("spike", step=3, note="$(touch hostile) `x`")
+    assert time.monotonic() - began < 0.2
+    for child in operations._children:
+        child.wait(20)
+    assert json.loads(out.read_text())["note"] == "$(touch hostile) `x`"
+
+
+@pytest.mark.parametrize("text", ["", "no-such-program --x", "'open quote"])
+def test_a_command_that_cannot_start_is_a_mistake(text):
+    with pytest.raises(UserError, match="--on-event"):
+        command_of(text)
+
+
+def test_files_that_cannot_be_written_do_not_end_a_run(tmp_path, caplog):
+    operations = Operations(tmp_path / "gone", 10, health=tmp_path / "gone" / "health.json")
+    operations.row(ROW)
+    operations.event("spike", step=1)
+    operations.row(ROW)
+    assert len(caplog.records) == 2
+
+
+def test_a_row_costs_less_than_200_microseconds(tmp_path):
+    operations = Operations(tmp_path, 10, health=tmp_path / "health.json")
+    times = []
+    for _ in range(200):
+        began = time.thread_time()
+        operations.row(ROW)
+        times.append(time.thread_time() - began)
+    assert sorted(times)[100] < 200e-6
