@@ -156,8 +156,8 @@ def test_a_gradient_of_an_inactive_weight_that_is_not_finite_skips_the_step_on_a
 # --- the tied head, activation checkpointing ---
 
 
-def gpt_course(rank, world, stage, kind, recompute, backend):  # noqa: PLR0917
-    config = constant_config(stage, world, kind, policy="rigl", sparsity=0.9, backend=backend)
+def gpt_course(rank, world, stage, kind, recompute, backend, precision="fp32"):  # noqa: PLR0917
+    config = constant_config(stage, world, kind, policy="rigl", sparsity=0.9, backend=backend, precision=precision)
     config["mst"]["targets"] = {"lm_head": True}
     model = {"vocab_size": 61, "seq_length": 16, "n_layer": 2, "n_head": 2, "n_embd": 24}
     settings = load({**config, "model": {**model, "activation_checkpointing": recompute}}).model
@@ -184,6 +184,25 @@ CASES_OF_HEADS = [(0, False, "dense"), (2, True, "dense"), (3, True, "dense"), (
 def test_the_tied_head_is_compact_and_bit_equal(stage, recompute, backend):
     compact, dense = (pool.run(gpt_course, 2, stage, kind, recompute, backend)[0] for kind in ("auto", "off"))
     assert compact[-1]["moved"] == 6 and differences(compact, dense) == []
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_in_bf16_the_two_uses_of_a_tied_matrix_are_added_up_as_autograd_does(stage):
+    """In bf16, and not in float32 after the reduction: else growth by gradient chooses other weights."""
+    courses = [pool.run(gpt_course, 1, stage, kind, False, "dense", "bf16")[0] for kind in ("auto", "off")]
+    assert courses[0][-1]["moved"] == 6 and differences(*courses) == []
+
+
+def lengths(rank, world):
+    engine = started(constant_config(2, world, "auto", policy="set"))
+    pairs = [(p, zero_shards.index_of(p)) for p in engine.module.parameters()]
+    return [(p.numel(), index.count) for p, index in pairs if index is not None]
+
+
+def test_vectors_are_padded_so_that_what_follows_them_stays_aligned():
+    found = pool.run(lengths, 1)[0]
+    assert any(count % 64 for _, count in found)
+    assert all(stored % 64 == 0 and 0 <= stored - count < 64 for stored, count in found)
 
 
 def hugging_face_course(rank, world, stage, kind):
