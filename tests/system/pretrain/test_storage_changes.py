@@ -68,7 +68,6 @@ def assert_same(one, other):
 @pytest.mark.parametrize(("launcher", "stage"), [
     ("torchrun", 2),
     pytest.param("deepspeed", 3, marks=pytest.mark.full),
-    pytest.param("python", 1, marks=pytest.mark.full),
     pytest.param("torchrun", 0, marks=pytest.mark.full),
 ])  # fmt: skip
 def test_a_run_ends_bit_for_bit_as_with_dense_storage(tmp_path, launcher, stage):
@@ -131,14 +130,14 @@ def wait_for(path, process):
         time.sleep(0.02)
 
 
-@pytest.mark.parametrize("step", [10, 40])
-def test_a_run_that_stops_at_a_step_continues_there(tmp_path, step):
-    """At a border too; asked again, it says that it is there."""
+@pytest.mark.full
+def test_a_run_that_stops_at_a_border_continues_there(tmp_path):
+    """Asked again, it says that it is there."""
     for _ in range(2):
-        said = run(tmp_path, "out", "python", "auto", 1, "--stop-at", str(step))
-        assert f"step {step} is saved, and the run stops here" in said
+        said = run(tmp_path, "out", "python", "auto", 1, "--stop-at", "10")
+        assert "step 10 is saved, and the run stops here" in said
     run(tmp_path, "out", "python", "auto")
     run(tmp_path, "dense", "python", "off")
     assert_same(tmp_path / "out", tmp_path / "dense")
     starts = json.loads((tmp_path / "out" / "run.json").read_text())["starts"]
-    assert starts[-3 if step == 10 else -2]["from_step"] == step
+    assert starts[-3]["from_step"] == 10
