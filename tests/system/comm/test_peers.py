@@ -95,7 +95,7 @@ def at_a_moment(moment, what):
     from mst_scale.mixed_growing import evolve
     from mst_scale.pretrain.training_loop import Run
 
-    owner, name = {"step": (Run, "_update"), "save": (store, "_seal"), "topology step": (evolve, "peaks_of")}[moment]
+    owner, name = {"step": (Run, "_update"), "save": (store, "_write"), "topology step": (evolve, "peaks_of")}[moment]
     inner, advance, runs = getattr(owner, name), Run.advance, []
 
     def patched(*args, **named):
