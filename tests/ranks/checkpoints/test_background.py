@@ -6,6 +6,7 @@ import resource
 import signal
 from pathlib import Path
 
+import pytest
 import torch
 
 from mst_scale import snapshot
@@ -13,6 +14,8 @@ from mst_scale.checkpoints import store
 from mst_scale.checkpoints.background import BackgroundSaves
 from mst_scale.comm import Ranks, logger
 from tests.support import pool
+
+pytestmark = pytest.mark.full
 
 
 def everyone(rank, world) -> Ranks:

@@ -12,6 +12,8 @@ from tests.support import pool
 from tests.support.toy_engine import OFFLOAD, STAGES, mst_config, train
 from tests.support.toys import toy
 
+pytestmark = pytest.mark.full
+
 
 def digests(folder: Path) -> dict[str, str]:
     files = [path for path in folder.rglob("*") if path.is_file()]

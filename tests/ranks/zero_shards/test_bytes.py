@@ -13,6 +13,8 @@ from tests.support import plan_measured as measured
 from tests.support import pool
 from tests.support.plan_configs import config
 
+pytestmark = pytest.mark.full
+
 WIDE = {"n_embd": 128, "vocab_size": 500}
 DENSITY = 0.04
 

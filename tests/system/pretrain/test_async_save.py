@@ -14,6 +14,8 @@ from mst_scale.checkpoints import store
 from tests.support import forked, pool, tiny_run
 from tests.support.whole_runs import MST, arguments, attempt, logged_attempt, weights, without_times
 
+pytestmark = pytest.mark.full
+
 COMPACT = {
     "mst": {
         "method": "rigl",

@@ -16,6 +16,8 @@ from mst_scale.zero_shards import compact_files
 from tests.support import tiny_run
 from tests.support.whole_runs import arguments, weights, without_times
 
+pytestmark = pytest.mark.full
+
 LAUNCHERS = {
     "torchrun": ["torchrun", "--nproc_per_node", "2", "--master_port", "{port}", "-m", "mst_scale.pretrain"],
     "deepspeed": ["deepspeed", "--num_accelerators", "2", "--master_port", "{port}", "--module", "mst_scale.pretrain"],
@@ -67,8 +69,8 @@ def assert_same(one, other):
 
 @pytest.mark.parametrize(("launcher", "stage"), [
     ("torchrun", 2),
-    pytest.param("deepspeed", 3, marks=pytest.mark.full),
-    pytest.param("torchrun", 0, marks=pytest.mark.full),
+    ("deepspeed", 3),
+    ("torchrun", 0),
 ])  # fmt: skip
 def test_a_run_ends_bit_for_bit_as_with_dense_storage(tmp_path, launcher, stage):
     # with accumulation on several ranks, stages 0 and 1 add gradients up before they reduce them, and growth does not
@@ -86,7 +88,6 @@ def test_a_run_ends_bit_for_bit_as_with_dense_storage(tmp_path, launcher, stage)
     assert not list(checkpoints.glob("*/mst/compact.safetensors")), "the form is dense by default"
 
 
-@pytest.mark.full
 def test_killed_in_its_compact_steps_it_continues_compact(tmp_path):
     process = begin(tmp_path, "killed", "torchrun", "auto", 2, "--set", "training.checkpoint_form=compact")
     wait_for(tmp_path / "killed" / "checkpoints" / store.tag_of(50), process)
@@ -99,7 +100,6 @@ def test_killed_in_its_compact_steps_it_continues_compact(tmp_path):
     assert all(torch.equal(value, theirs[key]) for key, value in mine.items())
 
 
-@pytest.mark.full
 def test_a_checkpoint_of_dense_storage_continues_compact_and_the_reverse(tmp_path):
     run(tmp_path, "dense", "python", "off")
     shutil.copytree(tmp_path / "dense", tmp_path / "compact")
@@ -111,7 +111,6 @@ def test_a_checkpoint_of_dense_storage_continues_compact_and_the_reverse(tmp_pat
     assert_same(tmp_path / "again", tmp_path / "dense")
 
 
-@pytest.mark.full
 def test_a_run_that_is_asked_to_stop_at_a_border_continues_there(tmp_path):
     """The signal may also come while a process is replaced; then the launcher ends the run, and it continues too."""
     process = begin(tmp_path, "out", "python", "auto")
@@ -130,7 +129,6 @@ def wait_for(path, process):
         time.sleep(0.02)
 
 
-@pytest.mark.full
 def test_a_run_that_stops_at_a_border_continues_there(tmp_path):
     """Asked again, it says that it is there."""
     for _ in range(2):
