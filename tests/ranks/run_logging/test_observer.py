@@ -226,7 +226,9 @@ def test_a_run_keeps_phase_ends_shows_the_rest_in_tensorboard_and_trains_as_if_u
     assert first.step % 32 == 0, (
         "a busy machine leaves out the first ones, so that less than 1 % of the time goes there"
     )
-    assert 0 < first.histogram_value.num < 16 * 64, "of active weights only, by samples"
+    ends_dense = first.step == 96  # only the last one was shown
+    shown = first.histogram_value.num
+    assert shown == 16 * 64 if ends_dense else 0 < shown < 16 * 64, "of active weights only, by samples"
 
 
 def test_a_run_set_back_forgets_later_snapshots(tmp_path):
