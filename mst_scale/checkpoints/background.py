@@ -110,7 +110,7 @@ class BackgroundSaves:
         if self._pending is None:
             return None
         step, draft = self._pending
-        told, began = False, time.monotonic()
+        reported, began = False, time.monotonic()
         while True:
             outcome = self._look()
             if outcome == _BUSY and time.monotonic() - began > self.limit:
@@ -121,9 +121,9 @@ class BackgroundSaves:
                 break
             if not wait:
                 return None
-            if not told:
+            if not reported:
                 logger.info("waiting until the checkpoint of step %d is written", step)
-                told = True
+                reported = True
             time.sleep(POLL_SECONDS)
         self._pending = None
         if not failed:

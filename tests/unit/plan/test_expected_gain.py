@@ -1,4 +1,4 @@
-"""What a run is told to expect: a number where it was measured, and the reason where there is none."""
+"""The gain that a run announces: a number where it was measured, and the reason where there is none."""
 
 import pytest
 
@@ -46,7 +46,7 @@ def test_a_recipe_is_recognized_with_or_without_its_limit():
     assert recipe_of(load("demo")) == "mst-best" and recipe_of(load("demo", ["training.decay=0.1"])) is None
 
 
-def test_what_a_run_is_told():
+def test_what_a_run_announces():
     best = expect(run("mst-best", 1_200), 16)
     assert (best.recipe, best.gain) == ("mst-best", law(122_944, best.tokens_per_parameter))
     assert "1.42 (1.20 to 1.67)" in str(best) and "not established" not in str(best)

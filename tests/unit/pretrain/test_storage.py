@@ -61,6 +61,6 @@ def test_each_long_sparse_phase_of_acdc_is_compact():
 
 
 def test_mpirun_keeps_one_storage(monkeypatch):
-    """It takes a process that replaces itself for a crash."""
+    """Processes that replace themselves are not tested there."""
     monkeypatch.setattr(storage, "under_mpi", lambda: True)
     assert compact_stretches(experiment()) == []
