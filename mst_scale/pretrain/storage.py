@@ -18,7 +18,7 @@ from mst_scale.config.compact import Stretch
 
 
 def compact_stretches(experiment: Experiment) -> list[Stretch]:
-    """Return the stretches of a run that are trained compact; [] under mpirun, which cannot start processes again."""
+    """Return the stretches of a run that are trained compact; [] under mpirun, where a restart is not tested."""
     return [] if under_mpi() else compact.stretches(experiment)
 
 
