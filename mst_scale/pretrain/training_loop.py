@@ -19,11 +19,12 @@ import torch.distributed as dist
 
 from mst_scale import comm, zero_shards
 from mst_scale.checkpoints import store
-from mst_scale.checkpoints.background import BackgroundSaves
+from mst_scale.checkpoints.background import WITHOUT_COPY, BackgroundSaves
 from mst_scale.checkpoints.dense_form import make_dense
 from mst_scale.comm import ParallelDims, Ranks, Verdict, logger
 from mst_scale.comm.launch import free_port
 from mst_scale.comm.start_again import StartAgain
+from mst_scale.comm.stragglers import Stragglers
 from mst_scale.config import Experiment
 from mst_scale.config.check import peak_learning_rate
 from mst_scale.config.parallel import sizes_of
@@ -44,7 +45,6 @@ from mst_scale.run_logging.progress import Starting, kind_of
 from mst_scale.run_logging.record import Record, compare_with_baseline, state_of
 from mst_scale.run_logging.run_file import DIVERGED, FINISHED, PAUSED, STOPPED, STORAGE
 
-MAX_FAILED_SAVES = 3  # in a row; then the run stops
 MARGIN = 0.05  # deviation from the target sparsity that rounding to whole weights, or blocks, cannot explain
 
 
@@ -95,6 +95,7 @@ class Run:
         self.spikes = Spikes(self.training.spike, prepared.progress.losses)
         self.skipped = list(prepared.progress.skipped)  # batches left out by rollbacks
         self.votes = comm.Votes(self.ranks)
+        self.stragglers = Stragglers(self.ranks, self.engine.module)
         self.observer = Observer(
             self.engine, self.experiment, self.out, self.ranks, self.step,
             choose_targets=lambda: choose_targets(self.engine.module, self.experiment.mst.targets),
@@ -185,6 +186,7 @@ class Run:
         # reading the loss waits for the device, but DeepSpeed's gradient norm has already done so
         asked = self.stop is not None and self.stop.asked
         verdicts = self.votes.cast(self.step, asked, float(loss), wait=logs or evaluates or saves)
+        self._name_straggler()
         for verdict in verdicts:
             if (bad := self._find_step_to_undo(verdict)) is not None and self._roll_back(bad):
                 return
@@ -209,6 +211,17 @@ class Run:
             self.pause()
         if changes:
             self._start_again()
+
+    def _name_straggler(self) -> None:
+        """Report a rank that is much slower than the others, if there is one."""
+        self.stragglers.stepped()
+        if (slow := self.stragglers.look()) is None or not self.ranks.first:
+            return
+        logger.warning(
+            "rank %d (%s) is slow: it computes %.2f s per step where the others compute %.2f s and wait for it",
+            *slow,
+        )  # fmt: skip
+        self._record_event("straggler", step=self.step, **slow._asdict())
 
     @property
     def pauses(self) -> bool:
@@ -327,8 +340,9 @@ class Run:
     def _micro_batches(self, number: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Yield this rank's micro-batches of a global batch."""
         for turn in range(self.accumulation):
-            micro_batch = self.share.micro_batch(turn)
+            micro_batch, began = self.share.micro_batch(turn), time.perf_counter()
             tokens, targets = self._micro_batch(self.train, number, micro_batch)
+            self.stragglers.fetched(time.perf_counter() - began)
             if self.experiment.model.dropout:
                 torch.manual_seed(counter_hash(self.training.seed, "dropout", self.step, micro_batch))
             yield tokens, targets
@@ -412,19 +426,23 @@ class Run:
             "optimizer": zero_shards.adam_of(self.engine),
             "sizes": ParallelDims() if self.mesh is None else self.mesh.sizes,
         }
-        try:
-            if self.saves is None or final:
-                self.save_seconds = store.save(
-                    self.engine, self.checkpoints, self.ranks,
-                    keep=keep, state=state, complete=make_dense if dense else None, **about,
-                )  # fmt: skip
-                self._saved(self.step)
-            else:
+        if self.saves is not None and not final:
+            try:
                 self.save_seconds = self.saves.start(
                     lambda snapshot, draft: store.copy(self.engine, snapshot, draft, {**state, "step": self.step}),
                     self.checkpoints / store.tag_of(self.step),
                     step=self.step, about=store.describe(self.engine, self.ranks, **about), dense=dense, keep=keep,
                 )  # fmt: skip
+                return
+            except (OSError, comm.FailedElsewhere) as error:
+                if isinstance(error, OSError):
+                    logger.warning("%s %s", error, WITHOUT_COPY)
+        try:
+            self.save_seconds = store.save(
+                self.engine, self.checkpoints, self.ranks,
+                keep=keep, state=state, complete=make_dense if dense else None, **about,
+            )  # fmt: skip
+            self._saved(self.step)
         except (OSError, comm.FailedElsewhere) as error:
             if isinstance(error, OSError) and not final:
                 logger.error("%s", error)
@@ -447,10 +465,13 @@ class Run:
 
     def _save_failed(self, step: int, error: Exception, final: bool) -> None:
         self.failed_saves += 1
-        if final or self.failed_saves >= MAX_FAILED_SAVES:
+        if final:
             raise error
         if self.ranks.first:
-            logger.error("step %d was not saved: the run continues and will try again", step)
+            logger.error(
+                "step %d was not saved (failed saves in a row: %d): the run continues and will try again",
+                step, self.failed_saves,
+            )  # fmt: skip
         self._record_event("failed save", step=step, why=str(error) if isinstance(error, OSError) else "elsewhere")
 
 
