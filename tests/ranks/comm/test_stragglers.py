@@ -4,7 +4,7 @@ import json
 import time
 
 from mst_scale.comm import stragglers
-from mst_scale.pretrain import training_loop
+from mst_scale.pretrain.batches import MicroBatches
 from tests.support import pool, tiny_run
 from tests.support.whole_runs import MST, arguments, logged_attempt
 
@@ -13,7 +13,7 @@ def slowed(rank, world, argv, where):
     """Rank 1 takes 60 ms longer to fetch its batches, or to compute."""
     from mst_scale.models.gpt import GPT
 
-    run, look_every, forward = training_loop.Run._micro_batch, stragglers.LOOK_EVERY, GPT.forward
+    read, look_every, forward = MicroBatches.read, stragglers.LOOK_EVERY, GPT.forward
 
     def late(of):
         def call(*args, **named):
@@ -25,13 +25,13 @@ def slowed(rank, world, argv, where):
 
     stragglers.LOOK_EVERY = 5
     if where == "fetching":
-        training_loop.Run._micro_batch = late(run)
+        MicroBatches.read = late(read)
     elif where == "computing":
         GPT.forward = late(forward)
     try:
         return logged_attempt(rank, world, argv)
     finally:
-        training_loop.Run._micro_batch, stragglers.LOOK_EVERY, GPT.forward = run, look_every, forward
+        MicroBatches.read, stragglers.LOOK_EVERY, GPT.forward = read, look_every, forward
 
 
 def lines(results):
