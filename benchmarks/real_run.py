@@ -110,7 +110,7 @@ def prepare(text: Path, out: Path) -> Path:
     return corpus
 
 
-def train(method: str, corpus: Path, out: Path, steps: int, ranks: int, length: int) -> None:
+def train(method: str, corpus: Path, out: Path, *, steps: int, ranks: int, length: int) -> None:
     """Train one of the runs to its end, or continue it."""
     path = out / f"{method}.json"
     path.write_text(json.dumps(config(method, corpus, steps, ranks, length), indent=2))
@@ -181,7 +181,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not options.table:
         corpus = prepare(options.text, options.out)
         for method in options.methods:
-            train(method, corpus, options.out, options.steps, options.ranks, options.length)
+            train(method, corpus, options.out, steps=options.steps, ranks=options.ranks, length=options.length)
     rows = rows_of(options.out)
     command = f"mst bench real_run --steps {options.steps} --ranks {options.ranks} --length {options.length}"
     setting = {"model": "GPT-2 small, 124 M parameters", "dtype": "float32", "ZeRO stage": 1,
