@@ -29,6 +29,7 @@ Run a benchmark on this machine. Our code and the baseline alternate within one 
   long              a layer of GPT-2 small at 4k to 32k tokens: sparse attention compared with dense flash attention
   pruning           whether pruning costs weights trained with MST less loss than dense ones
   quality           the validation loss of single weights, blocks, dense and tiny models
+  real_run          GPT-2 small trained for a thousand steps through all phases, and densely
   scaling           `step` on 1, 2, 4 … processes: weak and strong scaling, as a picture
   step              a training step in every phase: MST compared with dense, its parts, memory, FLOP/s, collectives;
                     --device cuda: 124M to 6.7B parameters in blocks on one GPU, as many layers as fit
@@ -49,7 +50,8 @@ examples:
 """
 PROGRAMS = (  # modules of mst_scale.benchmarks
     "async_save", "attention", "baselines", "compiled", "density", "generate", "goodput", "gpu_day", "grown_weights",
-    "linear", "logging_overhead", "long", "pruning", "quality", "scaling", "step", "structured", "study", "topology",
+    "linear", "logging_overhead", "long", "pruning", "quality", "real_run", "scaling", "step", "structured", "study",
+    "topology", "training",
     "training",
 )  # fmt: skip
 
