@@ -52,7 +52,6 @@ PROGRAMS = (  # modules of mst_scale.benchmarks
     "async_save", "attention", "baselines", "compiled", "density", "generate", "goodput", "gpu_day", "grown_weights",
     "linear", "logging_overhead", "long", "pruning", "quality", "real_run", "scaling", "step", "structured", "study",
     "topology", "training",
-    "training",
 )  # fmt: skip
 
 
