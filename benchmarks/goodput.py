@@ -50,11 +50,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from mst_scale.benchmarks.goodput_parts import segment
-from mst_scale.benchmarks.goodput_parts.segment import FAULTS, SIDES, Setting
 
 from mst_scale.comm.parser import Parser, at_least
 
+from .goodput_parts import segment
+from .goodput_parts.segment import FAULTS, SIDES, Setting
 from .machine import machine
 from .page import Row, grid, outputs, picture, tell
 

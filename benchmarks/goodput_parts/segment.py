@@ -22,12 +22,13 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-from mst_scale.benchmarks.goodput_parts import disk
 
 import mst_scale
 from mst_scale.config.blocks import ModelConfig
 from mst_scale.data.sampler import open_sampler
 from mst_scale.errors import UserError
+
+from . import disk
 
 SIDES = ("ours", "plain")
 FAULTS = {
@@ -129,7 +130,8 @@ class Job:
 
     def __init__(self, side: str, folder: Path, setting: Setting, every: int, poisoned: int | None):
         folder.mkdir(parents=True)
-        self.side, self.out, self.progress, self.skip = side, folder / "out", folder / "progress", []
+        self.side, self.out, self.progress = side, folder / "out", folder / "progress"
+        self.skip: list[int] = []
         self.control, self._log = folder / "control", (folder / "log").open("wb")
         self.frozen: psutil.Process | None = None
         self.control.mkdir()

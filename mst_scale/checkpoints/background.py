@@ -92,7 +92,7 @@ class BackgroundSaves:
         self.ranks.agree(lambda: take(taken, draft))
         copied = time.monotonic() - began
         job = Job(
-            str(draft), str(final), self.ranks.rank, self.ranks.world_size, self.snapshot.files,
+            str(draft), str(final), self.ranks.rank, self.ranks.world_size, taken.files,
             about, dense, keep, latest, copied,
         )  # fmt: skip
         self._pending, self._outcome = (step, draft), _BUSY
