@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from mst_scale.checkpoints.store import write_if_possible
+from mst_scale.comm import logger
 
 PACKAGES = ("mst_scale", "torch", "deepspeed", "numpy", "safetensors", "triton", "mpi4py")
 SCHEDULERS = ("SLURM_JOB_ID", "SLURM_RESTART_COUNT", "MST_LAUNCHER", "MST_RESTART", "MST_START")
@@ -33,6 +34,9 @@ class RunFile:
     def __init__(self, path: Path, config: dict[str, Any], start: dict[str, Any]):
         self.path = path
         before = read(path)
+        if not before and path.is_file():
+            os.replace(path, aside := path.with_name(f"{path.name}.damaged"))
+            logger.error("%s cannot be read: it is kept as %s, and its record begins again", path, aside.name)
         self.starts = [*before.get("starts", []), start]
         self.events: list[dict[str, Any]] = before.get("events", [])
         self.config = config
