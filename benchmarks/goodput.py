@@ -5,9 +5,8 @@
 
     plain   DeepSpeed's engine.save_checkpoint every K steps, torchrun --max-restarts, and a script as an experienced
             user writes it (benchmarks/goodput_parts/plain.py): it falls back to an older checkpoint if the newest does
-            not load, ends when the loss is not finite, and can be told to leave out batches
-    ours    mst launch local, mst_scale.pretrain with "method": "dense", saves in the background, and
-            training.spike.action = "rollback"
+            not load
+    ours    mst launch local, mst_scale.pretrain with "method": "dense", and saves in the background
 
 Both train the same dense GPT on the same batches with 2 ranks, ZeRO-1 and float32 on the CPU. The trace has one fault
 per `interval` steps, at a step drawn from the seed; sides alternate fault by fault, and each fault meets a fresh job.
@@ -15,8 +14,9 @@ First a job without faults measures what a save costs; each side then saves at i
 K = sqrt(2 x interval x cost of a save in steps). With the short intervals of the trace, ours saves less often where a
 checkpoint takes longer to be written, since the next save would wait for it; with the long ones at scale it need not.
 
-Measured: the share is (steps x median step time) / time, over all faults of the trace, from one step of a job to
-another one `interval` steps later. Time is lost to detection, restarts, repeated steps and saves.
+Measured: the share is (steps x median step time of the faster side) / time, over all faults of the trace, from one step
+of a job to another one `interval` steps later. Time is lost to detection, restarts, repeated steps and saves; what a
+fault costs is counted with the step time of its own job.
 
 Computed: with 1,024 GPUs, a failure every 7.9 hours and steps of 2 s, there are 14,220 steps between failures. So many
 steps per fault cannot be run here. Their share is computed from what was measured:
@@ -31,10 +31,12 @@ is in the measured share only.
 
 The waits are assumptions. A frozen rank: 10 minutes (the default of NCCL's collectives) for plain, 80 % of that for
 ours, when its heartbeats give up. In the trace it is --timeout for both (DEEPSPEED_TIMEOUT); as the groups that
-DeepSpeed creates do not follow it and wait for 30 minutes, the frozen rank of plain is then killed from outside. Where
-plain DeepSpeed does not recover by itself, an operator reacts after 30 minutes: a divergence (the batch is then left
-out), and a full disk, on which each save ends the job. The trace has shorter waits (--operator, --outage). The time
-until Slurm gives a job its nodes again is left out.
+DeepSpeed creates do not follow it and wait for 30 minutes, the frozen rank of plain is then killed from outside. A full
+disk, on which each save of plain DeepSpeed ends the job: an operator reacts after 30 minutes. The trace has a shorter
+wait (--outage). The time until Slurm gives a job its nodes again is left out.
+
+Not measured: a divergence. With a batch whose loss is NaN, DeepSpeed itself skips the update (float32, ZeRO-1), so that
+neither side needs its own means.
 """
 
 from __future__ import annotations
@@ -63,7 +65,7 @@ if TYPE_CHECKING:
 
 STEPS_AT_SCALE, STEP_SECONDS = 14_220, 2.0  # a failure every 7.9 hours
 COLLECTIVES, SILENCE, OPERATOR = 600.0, 0.8, 1800.0  # seconds, a fraction of them, seconds
-NEEDS_OPERATOR = ("divergence", "disk full")  # plain DeepSpeed
+NEEDS_OPERATOR = "disk full"  # plain DeepSpeed
 STARTING = 2  # saves of a job while the process that writes is started
 CALIBRATION = 15  # steps between saves of the job without faults
 MODEL = {"n_layer": 2, "n_head": 2, "n_embd": 64, "seq_length": 128, "vocab_size": 256}
@@ -93,7 +95,6 @@ def config(folder: Path) -> dict[str, Any]:
         "mst": {"method": "dense"},
         "training": {
             "steps": 10**6, "seed": 1, "log_every": 1, "eval_every": 0, "eval_sequences": 8, "histogram_every": 0,
-            "spike": {"action": "rollback"},
         },
     }  # fmt: skip
 
@@ -140,7 +141,7 @@ def measure(book: Book, folder: Path, setting: Setting, faults: Sequence[str], *
 
 def setting_of(setting: Setting) -> Row:
     """Return the numbers of a setting that a page states."""
-    names = ("interval", "timeout", "operator", "outage", "rate")
+    names = ("interval", "timeout", "outage", "rate")
     return {name: getattr(setting, name) for name in names}
 
 
@@ -166,9 +167,8 @@ def wait_of(row: Row, at_scale: bool) -> float:
     if row["fault"] == "rank frozen":
         seconds = COLLECTIVES if at_scale else 60.0 * row["setting"]["timeout"]
         return seconds * (SILENCE if row["side"] == "ours" else 1.0)
-    if row["side"] == "plain" and row["fault"] in NEEDS_OPERATOR:
-        in_trace = row["setting"]["operator" if row["fault"] == "divergence" else "outage"]
-        return OPERATOR if at_scale else float(in_trace)
+    if row["side"] == "plain" and row["fault"] == NEEDS_OPERATOR:
+        return OPERATOR if at_scale else float(row["setting"]["outage"])
     return 0.0
 
 
@@ -180,7 +180,7 @@ def fixed(row: Row, cost: float, restart: float) -> float:
         cost: of a save, in steps.
         restart: the same of a killed rank, which counts where an operator has ended many restarts in a row.
     """
-    if row["side"] == "plain" and row["fault"] in NEEDS_OPERATOR:
+    if row["side"] == "plain" and row["fault"] == NEEDS_OPERATOR:
         return restart
     saves = row["steps"] / row["every"] * cost
     return max(0.0, lost(row) - wait_of(row, False) - (row["repeated"] + saves) * row["step_s"])
@@ -205,9 +205,9 @@ def at_scale(book: Book, side: str, operator: bool = True) -> tuple[float, int, 
     return useful / (useful + overhead), every, each
 
 
-def share(rows: Sequence[Row]) -> float:
-    """Return the measured share of time in steps that count."""
-    return float(sum(row["steps"] * row["step_s"] for row in rows) / sum(row["wall_s"] for row in rows))
+def share(rows: Sequence[Row], step: float) -> float:
+    """Return the measured share of time in steps that count, counted as `step` seconds each."""
+    return float(sum(row["steps"] * step for row in rows) / sum(row["wall_s"] for row in rows))
 
 
 def results(book: Book) -> list[Row]:
@@ -227,13 +227,14 @@ def results(book: Book) -> list[Row]:
             row[f"{name}_at_scale_s"] = round(scale[side][2][fault], 1)
         found.append({**row, "baseline": BASELINE, "speedup": round(row["baseline_ms"] / max(1, row["ours_ms"]), 2)})
     whole: Row = {"fault": "whole trace", "rounds": len({row["round"] for row in book.rows})}
+    step = min(statistics.median(row["step_s"] for row in book.rows if row["side"] == side) for side in SIDES)
     for side, name in (("ours", "ours"), ("plain", "baseline")):
         of_side = [row for row in book.rows if row["side"] == side and row["fault"] is not None]
         turns = sorted({row["round"] for row in of_side})
-        shares = sorted(share([row for row in of_side if row["round"] == turn]) for turn in turns)
+        shares = sorted(share([row for row in of_side if row["round"] == turn], step) for turn in turns)
         whole |= {
             f"{name}_ms": round(sum(1e3 * lost(row) for row in of_side)),
-            f"{name}_share": share(of_side),
+            f"{name}_share": share(of_side, step),
             f"{name}_share_range": [shares[0], shares[-1]],
             f"{name}_silence_s": round(max(row["silence_s"] for row in of_side), 1),
             f"{name}_step_ms": round(1e3 * statistics.median(row["step_s"] for row in of_side), 1),
@@ -318,7 +319,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--interval", type=at_least(40), default=60, help="steps per fault (default: %(default)s)")
     parser.add_argument("--timeout", type=at_least(1), default=1, help="minutes that ranks wait (default: %(default)s)")
-    parser.add_argument("--operator", type=at_least(1), default=30, help="seconds until somebody reacts (default: 30)")
     parser.add_argument("--outage", type=at_least(1), default=20, help="seconds with a bad disk (default: 20)")
     parser.add_argument("--seed", type=int, default=1, help="of the trace (default: 1)")
     parser.add_argument("--plot", type=Path, metavar="FILE.svg", help="draw the time lost per fault")
@@ -326,7 +326,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     folder = options.folder.resolve()
     raw = config(folder)
-    setting = Setting(raw, options.interval, options.timeout, options.operator, options.outage, RATE)
+    setting = Setting(raw, options.interval, options.timeout, options.outage, RATE)
     book = Book(folder / "jobs.jsonl")
     measure(book, folder, setting, options.faults, rounds=options.rounds, seed=options.seed)
     rows = results(book)

@@ -24,8 +24,6 @@ from typing import Any
 import psutil
 
 import mst_scale
-from mst_scale.config.blocks import ModelConfig
-from mst_scale.data.sampler import open_sampler
 from mst_scale.errors import UserError
 
 from . import disk
@@ -38,35 +36,10 @@ FAULTS = {
     "newest damaged": "half of a file of the newest checkpoint is cut off, then both ranks are killed",
     "disk full": "writes of the job fail with ENOSPC for some seconds",
     "disk slow": "writes of the job are slowed down for some seconds",
-    "divergence": "a batch makes the loss NaN, whenever it is trained on",
 }
 RANKS, WARM = 2, 5  # times count from the end of this step
 POLL_SECONDS = 0.01
 PLAIN = Path(__file__).with_name("plain.py")
-# makes one batch give a loss that is not finite, in every process that trains on it
-POISON = """
-import importlib.util, json, os, sys
-
-class Finder:
-    def find_spec(self, name, path=None, target=None):
-        if name != "mst_scale.models.gpt":
-            return None
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(name)
-        load = spec.loader.exec_module
-        def exec_module(module):
-            load(module)
-            poison, forward = json.loads(os.environ["POISON"]), module.GPT.forward
-            def poisoned(model, tokens, targets=None):
-                out = forward(model, tokens, targets)
-                return out * float("nan") if tokens[0].tolist() == poison else out
-            module.GPT.forward = poisoned
-        spec.loader.exec_module = exec_module
-        return spec
-
-if "POISON" in os.environ:
-    sys.meta_path.insert(0, Finder())
-"""
 
 
 @dataclass(frozen=True)
@@ -77,7 +50,6 @@ class Setting:
         config: the experiment, with everything but the save interval.
         interval: steps from one fault to the next.
         timeout: minutes that ranks wait for each other (DEEPSPEED_TIMEOUT).
-        operator: seconds until somebody reacts to a run that does not recover by itself.
         outage: seconds for which a disk is full or slow.
         rate: bytes per second of each process on a slow disk.
     """
@@ -85,7 +57,6 @@ class Setting:
     config: dict[str, Any]
     interval: int
     timeout: int
-    operator: float
     outage: float
     rate: float
 
@@ -96,7 +67,6 @@ class Watched:
 
     steps: list[tuple[float, int]] = field(default_factory=list)
     fault_at: float | None = None
-    operator_at: float | None = None
     starts: int = 1
 
     def summary(self, every: int) -> dict[str, Any]:
@@ -128,31 +98,27 @@ class Watched:
 class Job:
     """A running job of one side, in a folder of its own."""
 
-    def __init__(self, side: str, folder: Path, setting: Setting, every: int, poisoned: int | None):
+    def __init__(self, side: str, folder: Path, setting: Setting, every: int):
         folder.mkdir(parents=True)
         self.side, self.out, self.progress = side, folder / "out", folder / "progress"
         self.skip: list[int] = []
         self.control, self._log = folder / "control", (folder / "log").open("wb")
         self.frozen: psutil.Process | None = None
         self.control.mkdir()
-        (self.control / "sitecustomize.py").write_text(POISON)
         self.config = folder / "config.json"
         raw = setting.config
         self.config.write_text(json.dumps({**raw, "training": {**raw["training"], "save_every": every}}))
         root = Path(mst_scale.__file__).parents[1]
         self.environment = {
             **os.environ, **disk.environment(self.out, self.control, setting.rate),
-            "PYTHONPATH": os.pathsep.join(map(str, [self.control, root])),
+            "PYTHONPATH": os.pathsep.join(map(str, [root])),
             "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]),
             "DEEPSPEED_TIMEOUT": str(setting.timeout), "MST_PAUSE": "0", "OMP_NUM_THREADS": "1",
             "DS_ACCELERATOR": "cpu", "PYTHONUNBUFFERED": "1",
+            "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",  # a store of its own for each start by torchrun
         }  # fmt: skip
         for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
             self.environment.pop(name, None)
-        if poisoned is not None:
-            model = ModelConfig(**raw["model"])
-            train = open_sampler(raw["data"]["dir"], "train", model, raw["training"]["seed"])
-            self.environment["POISON"] = json.dumps(train.batch(poisoned, range(1))[0][0].tolist())
         self.start()
 
     def start(self) -> None:
@@ -166,7 +132,7 @@ class Job:
             words = [
                 "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS),
                 "--max-restarts", "1000", str(PLAIN), "--config", str(self.config), "--out", str(self.out),
-                "--progress", str(self.progress), "--skip", *map(str, self.skip),
+                "--progress", str(self.progress),
             ]  # fmt: skip
         self.process = subprocess.Popen(
             [sys.executable, *words], env=self.environment, stdin=subprocess.DEVNULL, stdout=self._log,
@@ -228,7 +194,7 @@ def run(side: str, fault: str | None, folder: Path, setting: Setting, *, every: 
     chance = random.Random(f"{seed} {fault}")
     # not before two checkpoints are there
     at, victim = WARM + chance.randrange(setting.interval // 2, 3 * setting.interval // 4), chance.randrange(RANKS)
-    job = Job(side, folder, setting, every, at if fault == "divergence" else None)
+    job = Job(side, folder, setting, every)
     try:
         watched = _watch(job, fault, at, victim, setting)
     finally:
@@ -244,11 +210,11 @@ def _watch(job: Job, fault: str | None, at: int, victim: int, setting: Setting) 
     watched, pending = Watched(), fault is not None
     repair_at: float | None = None
     for now, step in _positions(job, watched, setting):
-        if pending and step >= at - (fault == "divergence"):
+        if pending and step >= at:
             watched.fault_at, pending = now, False
             repair_at = _inject(job, fault or "", victim, watched, setting)
         if repair_at is not None and now >= repair_at:
-            _repair(job, fault or "", at, watched)
+            _repair(job, fault or "")
             repair_at = None
         if step >= WARM + setting.interval:
             return watched
@@ -257,14 +223,14 @@ def _watch(job: Job, fault: str | None, at: int, victim: int, setting: Setting) 
 
 def _positions(job: Job, watched: Watched, setting: Setting) -> Iterator[tuple[float, int]]:
     """Yield the time and the last finished step, again and again, and note new steps."""
-    patience = 60 * setting.timeout + setting.operator + setting.outage + 200
+    patience = 60 * setting.timeout + setting.outage + 200
     changed = time.time()
     while True:
         now, found = time.time(), job.position()
         if found is not None and found[1] >= WARM and (not watched.steps or found[1] != watched.steps[-1][1]):
             watched.steps.append(found)
             changed = now
-        if now - changed > patience or (job.process.poll() is not None and watched.operator_at is not None):
+        if now - changed > patience:
             log = Path(job.config.parent / "log").read_text(errors="replace")[-2000:]
             raise UserError(f"the job of {job.side} stands still or has ended (step {found and found[1]}): {log}")
         yield now, watched.steps[-1][1] if watched.steps else 0
@@ -294,24 +260,12 @@ def _inject(job: Job, fault: str, victim: int, watched: Watched, setting: Settin
     elif fault in ("disk full", "disk slow"):
         (job.control / fault.split()[1]).touch()
         return now + setting.outage
-    elif fault == "divergence" and job.side == "plain":
-        return now + setting.operator
     return None
 
 
-def _repair(job: Job, fault: str, at: int, watched: Watched) -> None:
-    """End a fault of the disk, or do what an operator does.
-
-    A frozen rank is killed, so that torchrun starts again. After a divergence, the batch is left out.
-    """
-    if fault == "rank frozen" and job.frozen is not None:
+def _repair(job: Job, fault: str) -> None:
+    """End a fault of the disk, or kill a frozen rank, so that torchrun starts again."""
+    if job.frozen is not None:
         job.frozen.kill()
-        return
-    if fault != "divergence":
+    else:
         (job.control / fault.split()[1]).unlink()
-        return
-    job.kill()
-    job.skip = [at]
-    job.start()
-    watched.starts += 1
-    watched.operator_at = time.time()
