@@ -127,7 +127,7 @@ def _convert(model: Any, experiment: Experiment, targets: dict[str, nn.Parameter
     counts = active_counts(shapes, sparsity, mst.sparsity.distribution)
     made: dict[int, nn.Parameter] = {}
     for (name, parameter), shape, count in zip(targets.items(), shapes, counts, strict=True):
-        index = CompactIndex(name, tuple(shape), first_positions(name, tuple(shape), count, seed))
+        index = CompactIndex(name, tuple(shape), _first_positions(name, tuple(shape), count, seed))
         if index.count == index.numel:
             continue  # the distribution leaves it dense
         with deepspeed.zero.GatheredParameters([parameter] if hasattr(parameter, "ds_id") else []):
@@ -146,7 +146,7 @@ def _convert(model: Any, experiment: Experiment, targets: dict[str, nn.Parameter
     return made
 
 
-def first_positions(name: str, shape: tuple[int, ...], count: int, seed: int) -> torch.Tensor:
+def _first_positions(name: str, shape: tuple[int, ...], count: int, seed: int) -> torch.Tensor:
     """Return the positions of the weights that are active at first, drawn as a run with dense storage draws them."""
     mask = LayerMask(Shard.whole(name, shape), torch.device("cpu"))
     unread = torch.zeros(()).expand(mask.numel)
