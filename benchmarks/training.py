@@ -70,7 +70,7 @@ def loop(ranks: Any, rounds: int) -> Row:
     raw = config(LOOP_MODEL, ranks.world_size, 8, training=training, data={"dir": str(folder)})
     run = Run(prepare(load(raw), folder / "run", ranks))
     run.record.line.out = open(os.devnull, "w")  # noqa: SIM115 (lives as long as the run)
-    tokens, targets = run._micro_batch(run.train, 0, ranks.rank)
+    tokens, targets = run.micro_batches.read(run.micro_batches.train, 0, ranks.rank)
 
     def ours() -> None:
         for _ in range(10):  # as many as lie between two logged rows

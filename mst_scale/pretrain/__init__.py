@@ -7,6 +7,8 @@ validation      early checks for what DeepSpeed, torch or the machine would reje
 resume          selects the checkpoint from which a run continues, and its batch
 storage         the steps that are trained with compact storage
 schedules       the learning rate; extended runs, and branches that decay from another run's checkpoint
-batches         the micro-batches of a rank, one optimizer step of an engine, and loss spikes
+batches         the micro-batches of a rank: one optimizer step, the validation loss
+saving          checkpoints, written now or in the background, and what a failed save means
+spikes          loss spikes, and the batches to skip after them
 outcome         tells a launcher whether to restart the run
 """

@@ -1,35 +1,32 @@
-"""Runs micro-batches through an engine, and detects loss spikes and the batches to skip after them.
+"""Runs this rank's micro-batches through an engine: one optimizer step, or the validation loss.
 
-`Share` describes the part of a global batch that belongs to this rank. `functions_for` returns functions that run it:
-the engine of a whole model takes one micro-batch at a time, a pipeline all micro-batches of a step at once.
-
-A loss is a spike if it exceeds the median of the losses before it by more than `deviations` robust standard deviations
-(1.4826 · median |loss - median|) and by more than `rise`. All ranks have the same mean losses, so they reach the same
-result. After a rollback the batch of the spike is skipped, and the steps read the remaining batches in order.
+`Share` describes the part of a global batch that belongs to this rank. The engine of a whole model takes one
+micro-batch at a time, a pipeline all micro-batches of a step at once.
 """
 
 from __future__ import annotations
 
-import math
-import statistics
+import time
 import warnings
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import deepspeed
 import torch
+import torch.distributed as dist
 
 from mst_scale import zero_shards
 from mst_scale.comm import Mesh, Ranks
-from mst_scale.config import SpikeConfig
+from mst_scale.comm.stragglers import Stragglers
+from mst_scale.data.sampler import Sampler
 from mst_scale.errors import UserError
+from mst_scale.pretrain.prepare import Prepared
+from mst_scale.randomness import counter_hash
 
 Batches = Iterator[tuple[torch.Tensor, torch.Tensor]]
 Update = Callable[[Any, Batches, int], torch.Tensor]
 Losses = Callable[[Any, Batches, int], Iterable[torch.Tensor]]
-ROBUST = 1.4826  # standard deviation of a normal distribution divided by its median absolute deviation
 
 
 @dataclass(frozen=True)
@@ -74,7 +71,71 @@ class Share:
         return tokens[:, self.part * each : (self.part + 1) * each]
 
 
-def functions_for(engine: Any) -> tuple[Update, Losses]:
+class MicroBatches:
+    """This rank's micro-batches of a run, and the engine that they go through.
+
+    Args:
+        prepared: the run as `prepare` returns it.
+    """
+
+    def __init__(self, prepared: Prepared):
+        self.engine, self.ranks = prepared.engine, prepared.ranks
+        self.training = prepared.experiment.training
+        self.dropout = prepared.experiment.model.dropout
+        self.micro, self.accumulation = prepared.micro, prepared.accumulation
+        self.train, self.val = prepared.train, prepared.val
+        self.share = Share.of(prepared.ranks, prepared.mesh)
+        self.device = next(self.engine.module.parameters()).device
+        self.stragglers = Stragglers(self.ranks, self.engine.module)
+        self._update, self._losses = _functions_for(self.engine)
+
+    def update(self, step: int, number: int) -> torch.Tensor:
+        """Take one optimizer step; return this rank's mean loss, on the device.
+
+        Args:
+            step: the number of steps before this one, which dropout depends on.
+            number: the number of the global batch.
+        """
+        return self._update(self.engine, self._of_step(step, number), self.accumulation)
+
+    @torch.no_grad()
+    def validation_loss(self) -> float:
+        """Return the mean validation loss over a fixed set of sequences, on any number of ranks.
+
+        Micro-batches are assigned in turn. A rank that has none left repeats the last one, because under ZeRO-3 every
+        forward pass is a collective.
+        """
+        count = -(-self.training.eval_sequences // self.micro)
+        mine = [self.share.micro_batch(turn) for turn in range(-(-count // self.share.replicas))]
+        micro_batches = (self.read(self.val, 0, min(index, count - 1)) for index in mine)
+        losses = torch.zeros(count, dtype=torch.float64)
+        # only the last stage of a pipeline has losses
+        for index, loss in zip(mine, self._losses(self.engine, micro_batches, len(mine)), strict=False):
+            if index < count and self.share.counts:
+                losses[index] = loss / self.share.parts
+        # each entry is nonzero on one rank, or on those that share a sequence in equal parts
+        dist.all_reduce(losses, group=self.ranks.control)
+        return float(losses.mean())
+
+    def _of_step(self, step: int, number: int) -> Batches:
+        for turn in range(self.accumulation):
+            micro_batch, began = self.share.micro_batch(turn), time.perf_counter()
+            tokens, targets = self.read(self.train, number, micro_batch)
+            self.stragglers.fetched(time.perf_counter() - began)
+            if self.dropout:
+                torch.manual_seed(counter_hash(self.training.seed, "dropout", step, micro_batch))
+            yield tokens, targets
+
+    def read(self, sampler: Sampler, number: int, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return this rank's part of micro-batch `index` of global batch `number`: tokens and targets."""
+        whole = sampler.batch(number, range(index * self.micro, (index + 1) * self.micro))
+        tokens, targets = (self.share.cut(each) for each in whole)
+        if self.device.type == "cuda":  # a copy from pageable memory may wait for all queued work of the device
+            tokens, targets = tokens.pin_memory(), targets.pin_memory()
+        return tokens.to(self.device, non_blocking=True), targets.to(self.device, non_blocking=True)
+
+
+def _functions_for(engine: Any) -> tuple[Update, Losses]:
     """Return (update, losses) for this kind of engine.
 
     Both take the engine, an iterator of micro-batches and their number. `update` takes one optimizer step and returns
@@ -113,41 +174,3 @@ def _whole_model_losses(engine: Any, batches: Batches, count: int) -> Iterable[t
 
 def _pipeline_losses(engine: Any, batches: Batches, count: int) -> Iterable[torch.Tensor]:
     return [loss.double().cpu() for loss in zero_shards.pipeline_losses(engine, batches, count)]
-
-
-class Spikes:
-    """Detects spikes among the losses of a run. A checkpoint only has to keep `losses`."""
-
-    def __init__(self, config: SpikeConfig, losses: Iterable[float] = ()):
-        self.config = config
-        self.losses: deque[float] = deque(losses, maxlen=config.window)
-        self._in_spike = False
-
-    def threshold(self) -> float:
-        """Return the highest loss that is not a spike: infinity until half of the window is filled."""
-        if self.config.action == "off" or len(self.losses) < max(2, self.config.window // 2):
-            return math.inf
-        median = statistics.median(self.losses)
-        spread = ROBUST * statistics.median(abs(loss - median) for loss in self.losses)
-        return median + max(self.config.rise, self.config.deviations * spread)
-
-    def begins(self, loss: float) -> bool:
-        """Add the loss of the next step, and return whether a spike begins with it.
-
-        A loss that stays high is one spike. Losses that are not finite are ignored; the training loop counts them.
-        """
-        if not math.isfinite(loss):
-            return False
-        was_in_spike, self._in_spike = self._in_spike, loss > self.threshold()
-        self.losses.append(loss)
-        return self._in_spike and not was_in_spike
-
-
-def batch_number(step: int, skipped: Iterable[int]) -> int:
-    """Return the number of the batch that the update from `step` to `step + 1` reads, given the skipped batches."""
-    number = step
-    for skip in sorted(skipped):
-        if skip > number:
-            break
-        number += 1
-    return number

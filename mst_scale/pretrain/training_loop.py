@@ -10,7 +10,6 @@ import argparse
 import functools
 import signal
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -19,32 +18,29 @@ import torch.distributed as dist
 
 from mst_scale import comm, zero_shards
 from mst_scale.checkpoints import store
-from mst_scale.checkpoints.background import BackgroundSaves
-from mst_scale.checkpoints.dense_form import make_dense
-from mst_scale.comm import ParallelDims, Ranks, Verdict, logger
+from mst_scale.comm import Ranks, Verdict, logger
 from mst_scale.comm.launch import free_port
 from mst_scale.comm.start_again import StartAgain
 from mst_scale.config import Experiment
 from mst_scale.config.check import peak_learning_rate
 from mst_scale.config.parallel import sizes_of
-from mst_scale.data.sampler import Sampler
 from mst_scale.dead_units import format_counts
 from mst_scale.engine.targets import choose_targets
 from mst_scale.errors import DivergedError
 from mst_scale.flops.budgets import shortened
 from mst_scale.flops.ledger import uncounted_flops
 from mst_scale.pretrain import resume, storage
-from mst_scale.pretrain.batches import Share, Spikes, batch_number, functions_for
+from mst_scale.pretrain.batches import MicroBatches
 from mst_scale.pretrain.prepare import Prepared, load_checkpoint, prepare
+from mst_scale.pretrain.saving import Saves
 from mst_scale.pretrain.schedules import describe_extension, learning_rate, set_groups
-from mst_scale.randomness import counter_hash
+from mst_scale.pretrain.spikes import Spikes, batch_number
 from mst_scale.run_logging.observer import Observer
 from mst_scale.run_logging.operations import Operations, command_of
 from mst_scale.run_logging.progress import Starting, kind_of
 from mst_scale.run_logging.record import Record, compare_with_baseline, state_of
 from mst_scale.run_logging.run_file import DIVERGED, FINISHED, PAUSED, STOPPED, STORAGE
 
-MAX_FAILED_SAVES = 3  # in a row; then the run stops
 MARGIN = 0.05  # deviation from the target sparsity that rounding to whole weights, or blocks, cannot explain
 
 
@@ -76,21 +72,15 @@ class Run:
         health: Path | None = None, command: list[str] | None = None,
     ):  # fmt: skip
         self.experiment, self.out, self.ranks = prepared.experiment, prepared.out, prepared.ranks
-        self.batch, self.micro, self.accumulation = prepared.batch, prepared.micro, prepared.accumulation
-        self.train, self.val, self.tasks = prepared.train, prepared.val, prepared.tasks
+        self.batch, self.tasks = prepared.batch, prepared.tasks
         self.engine, self.ledger, self.run_file = prepared.engine, prepared.ledger, prepared.run_file
-        self.rollbacks, self.mesh = prepared.rollbacks, prepared.mesh
+        self.rollbacks = prepared.rollbacks
         self.stretches, self.stretch = prepared.stretches, prepared.stretch
-        self.share = Share.of(self.ranks, self.mesh)
-        self.update, self.losses = functions_for(self.engine)
         self.training = self.experiment.training
         self.peak = peak_learning_rate(self.experiment.deepspeed)
-        self.checkpoints = self.out / "checkpoints"
-        self.device = next(self.engine.module.parameters()).device
+        self.micro_batches = MicroBatches(prepared)
         self.stop, self.stop_at = stop, stop_at
-        self.nonfinite = self.failed_saves = 0
-        self.saves = self._background_saves()
-        self.save_seconds: float | None = None  # of a save since the last row of the metrics
+        self.nonfinite = 0
         self.step = prepared.progress.step
         self.spikes = Spikes(self.training.spike, prepared.progress.losses)
         self.skipped = list(prepared.progress.skipped)  # batches left out by rollbacks
@@ -118,21 +108,20 @@ class Run:
                 command=command,
             )  # fmt: skip
             self.operations.event("started", step=self.step)
-
-    def _background_saves(self) -> BackgroundSaves | None:
-        """Return what saves while training continues; None if saves are to block."""
-        if not self.training.async_save:
-            return None
-        if (why := zero_shards.why_blocking(self.engine)) is not None:
-            logger.info("training waits for each checkpoint to be written: %s", why)
-            return None
-        return BackgroundSaves(self.ranks)
+        self.saves = Saves(prepared, self._saved, self._save_failed)
 
     def _record_event(self, what: str, **more: Any) -> None:
         """Add an event to run.json, and tell operators of it."""
         if self.run_file is not None and self.operations is not None:
             self.run_file.happened(what, **more)
             self.operations.event(what, **more)
+
+    def _saved(self, step: int) -> None:
+        if self.operations is not None:
+            self.operations.saved(step)
+
+    def _save_failed(self, step: int, why: str) -> None:
+        self._record_event("failed save", step=step, why=why)
 
     def record_end(self, how: str) -> None:
         """Record in run.json how this start ends, and tell operators of it."""
@@ -172,7 +161,8 @@ class Run:
         densities = mst.densities()  # of the masks of this step
         self.ledger.add(mst.pattern, densities, mst.gradient_densities())
         kind, began = kind_of(mst, densities), time.monotonic()
-        loss = self._update()
+        set_groups(self.engine.optimizer.param_groups, self.step, self.peak, self.experiment)
+        loss = self.micro_batches.update(self.step, batch_number(self.step, self.skipped))
         self.step += 1
         self.record.gather(mst)
         self.record.times.add(kind, time.monotonic() - began, moved=mst.changed_at == mst.step)
@@ -185,6 +175,7 @@ class Run:
         # reading the loss waits for the device, but DeepSpeed's gradient norm has already done so
         asked = self.stop is not None and self.stop.asked
         verdicts = self.votes.cast(self.step, asked, float(loss), wait=logs or evaluates or saves)
+        self._name_straggler()
         for verdict in verdicts:
             if (bad := self._find_step_to_undo(verdict)) is not None and self._roll_back(bad):
                 return
@@ -196,7 +187,7 @@ class Run:
         pauses = not last and self.pauses and not self.nonfinite
         if (saves or stop or changes or pauses) and not self.nonfinite:
             self.record.close()
-            self._save(final=stop or last or changes or pauses, universal=changes)
+            self.saves.save(self.step, self._state(), final=stop or last or changes or pauses, universal=changes)
         if self.nonfinite and (stop or last or changes):
             self._raise_if_nonfinite()
         if stop and not last:
@@ -209,6 +200,18 @@ class Run:
             self.pause()
         if changes:
             self._start_again()
+
+    def _name_straggler(self) -> None:
+        """Report a rank that is much slower than the others, if there is one."""
+        self.micro_batches.stragglers.stepped()
+        slow = self.micro_batches.stragglers.look()
+        if slow is None or not self.ranks.first:
+            return
+        logger.warning(
+            "rank %d (%s) is slow: it computes %.2f s per step where the others compute %.2f s and wait for it",
+            *slow,
+        )  # fmt: skip
+        self._record_event("straggler", step=self.step, **slow._asdict())
 
     @property
     def pauses(self) -> bool:
@@ -260,9 +263,9 @@ class Run:
             Whether there was such a checkpoint.
         """
         self.votes.drain()  # the vote of a step that is undone, too
-        self._finish_save()
-        tag = store.newest(self.checkpoints, self.ranks, before=bad)
-        if tag is not None and not self._stores_alike(self.checkpoints / tag):
+        self.saves.finish()
+        tag = store.newest(self.saves.folder, self.ranks, before=bad)
+        if tag is not None and not self._stores_alike(self.saves.folder / tag):
             tag = None
         if tag is None:
             if self.nonfinite:
@@ -271,12 +274,12 @@ class Run:
             return False
         number, here = batch_number(bad - 1, self.skipped), self.step
         compact = bool(zero_shards.indexes_of(self.engine.module))
-        loadable = resume.find_loadable(self.checkpoints / tag, self.ranks, self.experiment.deepspeed, compact)
+        loadable = resume.find_loadable(self.saves.folder / tag, self.ranks, self.experiment.deepspeed, compact)
         progress = load_checkpoint(self.engine, self.ledger, self.out, self.ranks, loadable)
         self.step, self.record.layers = progress.step, progress.layers
         self.spikes = Spikes(self.training.spike, progress.losses)
         self.skipped = sorted({*self.skipped, *progress.skipped})
-        self.ranks.on_first(lambda: store.set_aside(self.checkpoints, self.step))
+        self.ranks.on_first(lambda: store.set_aside(self.saves.folder, self.step))
         first = max(batch_number(self.step, self.skipped), number - self.training.spike.skip + 1)
         left_out = list(range(first, number + 1))
         self.skipped = sorted({*self.skipped, *left_out})
@@ -292,6 +295,15 @@ class Run:
         """Return whether the run continues from a checkpoint with the storage of this engine."""
         return self.ranks.on_first(lambda: storage.stretch_of(self.stretches, checkpoint)) == self.stretch
 
+    def _state(self) -> dict[str, Any]:
+        """Return what a checkpoint keeps of the loop."""
+        return {
+            **self.ledger.state(),
+            "losses": list(self.spikes.losses),
+            "skipped": self.skipped,
+            "layers": self.record.layers,
+        }
+
     def _log(self, loss: torch.Tensor, evaluates: bool) -> None:
         row = {
             "step": self.step,
@@ -302,10 +314,10 @@ class Run:
             **self.ledger.row(),
             **self.record.pace(self.step, self._tokens()),
         }
-        if self.save_seconds is not None:
-            row["save_s"], self.save_seconds = self.save_seconds, None
+        if (seconds := self.saves.take_seconds()) is not None:
+            row["save_s"] = seconds
         if evaluates:
-            row["val_loss"] = self.evaluate()
+            row["val_loss"] = self.micro_batches.validation_loss()
             row |= {} if self.tasks is None else self.tasks.at(self.engine, self.step)
         self.record.write(row)
         if self.operations is not None:
@@ -319,52 +331,12 @@ class Run:
         dist.all_reduce(mean, group=self.ranks.control)
         return float(mean) / self.ranks.world_size
 
-    def _update(self) -> torch.Tensor:
-        """Take one optimizer step on the global batch; return this rank's mean loss, on the device."""
-        set_groups(self.engine.optimizer.param_groups, self.step, self.peak, self.experiment)
-        return self.update(self.engine, self._micro_batches(batch_number(self.step, self.skipped)), self.accumulation)
-
-    def _micro_batches(self, number: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Yield this rank's micro-batches of a global batch."""
-        for turn in range(self.accumulation):
-            micro_batch = self.share.micro_batch(turn)
-            tokens, targets = self._micro_batch(self.train, number, micro_batch)
-            if self.experiment.model.dropout:
-                torch.manual_seed(counter_hash(self.training.seed, "dropout", self.step, micro_batch))
-            yield tokens, targets
-
-    def _micro_batch(self, sampler: Sampler, step: int, index: int) -> tuple[torch.Tensor, torch.Tensor]:
-        whole = sampler.batch(step, range(index * self.micro, (index + 1) * self.micro))
-        tokens, targets = (self.share.cut(each) for each in whole)
-        if self.device.type == "cuda":  # a copy from pageable memory may wait for all queued work of the device
-            tokens, targets = tokens.pin_memory(), targets.pin_memory()
-        return tokens.to(self.device, non_blocking=True), targets.to(self.device, non_blocking=True)
-
-    @torch.no_grad()
-    def evaluate(self) -> float:
-        """Return the mean validation loss over a fixed set of sequences, on any number of ranks.
-
-        Micro-batches are assigned in turn. A rank that has none left repeats the last one, because under ZeRO-3 every
-        forward pass is a collective.
-        """
-        count = -(-self.training.eval_sequences // self.micro)
-        mine = [self.share.micro_batch(turn) for turn in range(-(-count // self.share.replicas))]
-        micro_batches = (self._micro_batch(self.val, 0, min(index, count - 1)) for index in mine)
-        losses = torch.zeros(count, dtype=torch.float64)
-        # only the last stage of a pipeline has losses
-        for index, loss in zip(mine, self.losses(self.engine, micro_batches, len(mine)), strict=False):
-            if index < count and self.share.counts:
-                losses[index] = loss / self.share.parts
-        # each entry is nonzero on one rank, or on those that share a sequence in equal parts
-        dist.all_reduce(losses, group=self.ranks.control)
-        return float(losses.mean())
-
     def _raise_if_nonfinite(self) -> None:
         if self.nonfinite:
             rate = learning_rate(self.step - 1, self.peak, self.training)
             message = (
                 f"the loss was not finite in {self.nonfinite} consecutive steps up to step {self.step} (learning rate "
-                f"{rate:.3g}); the checkpoints in {self.checkpoints} are older: lower the learning rate or check the "
+                f"{rate:.3g}); the checkpoints in {self.saves.folder} are older: lower the learning rate or check the "
                 "data, then resume"
             )
             raise DivergedError(message)
@@ -375,8 +347,7 @@ class Run:
         If a launcher has restarted the run and it diverges at the same step as the previous start, run.json records
         that, and the launcher does not restart it again.
         """
-        if self.saves is not None:
-            self.saves.finish()
+        self.saves.abandon()
         if self.run_file is not None:
             before = self.run_file.starts[-2] if len(self.run_file.starts) > 1 else {}
             again = resume.is_restart() and before.get("how") in DIVERGED and before.get("last_step") == self.step
@@ -386,72 +357,6 @@ class Run:
                     f"{error}. The previous start diverged at the same step: restarting does not help"
                 )
         self.ranks.fail(error)
-
-    def _save(self, final: bool, universal: bool = False) -> None:
-        """Save a checkpoint. If that fails before the end, the run continues and tries again when the next is due.
-
-        Args:
-            final: whether the run cannot continue without it. Then it is written here and not in the background,
-                because the run would wait for it anyway.
-            universal: whether an engine with the other storage loads it next.
-        """
-        self._finish_save()
-        state = {
-            **self.ledger.state(),
-            "losses": list(self.spikes.losses),
-            "skipped": self.skipped,
-            "layers": self.record.layers,
-        }
-        keep = self.training.keep_checkpoints
-        compact = bool(zero_shards.indexes_of(self.engine.module))
-        dense = universal or (compact and self.training.checkpoint_form == "dense")
-        about: Any = {
-            "step": self.step,
-            "batch": self.batch,
-            "micro": self.micro,
-            "optimizer": zero_shards.adam_of(self.engine),
-            "sizes": ParallelDims() if self.mesh is None else self.mesh.sizes,
-        }
-        try:
-            if self.saves is None or final:
-                self.save_seconds = store.save(
-                    self.engine, self.checkpoints, self.ranks,
-                    keep=keep, state=state, complete=make_dense if dense else None, **about,
-                )  # fmt: skip
-                self._saved(self.step)
-            else:
-                self.save_seconds = self.saves.start(
-                    lambda snapshot, draft: store.copy(self.engine, snapshot, draft, {**state, "step": self.step}),
-                    self.checkpoints / store.tag_of(self.step),
-                    step=self.step, about=store.describe(self.engine, self.ranks, **about), dense=dense, keep=keep,
-                )  # fmt: skip
-        except (OSError, comm.FailedElsewhere) as error:
-            if isinstance(error, OSError) and not final:
-                logger.error("%s", error)
-            self._save_failed(self.step, error, final)
-
-    def _finish_save(self) -> None:
-        """Wait for the save before this one, if it is still being written."""
-        if self.saves is None or (saved := self.saves.finish()) is None:
-            return
-        if saved.error is None:
-            self._saved(saved.step)
-        else:
-            error = OSError(saved.error) if self.ranks.first else comm.FailedElsewhere(1)
-            self._save_failed(saved.step, error, final=False)
-
-    def _saved(self, step: int) -> None:
-        self.failed_saves = 0
-        if self.operations is not None:
-            self.operations.saved(step)
-
-    def _save_failed(self, step: int, error: Exception, final: bool) -> None:
-        self.failed_saves += 1
-        if final or self.failed_saves >= MAX_FAILED_SAVES:
-            raise error
-        if self.ranks.first:
-            logger.error("step %d was not saved: the run continues and will try again", step)
-        self._record_event("failed save", step=step, why=str(error) if isinstance(error, OSError) else "elsewhere")
 
 
 def train(args: argparse.Namespace, experiment: Experiment, out: Path, ranks: Ranks, starting: Starting) -> None:
@@ -487,8 +392,7 @@ def train(args: argparse.Namespace, experiment: Experiment, out: Path, ranks: Ra
     except DivergedError as error:
         run.end_diverged(error)
     finally:
-        if run.saves is not None:
-            run.saves.close()
+        run.saves.close()
     if run.run_file is not None:
         run.record_end(FINISHED)
         more = uncounted_flops(run.experiment, run.step * run.batch)

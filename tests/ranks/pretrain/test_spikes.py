@@ -8,7 +8,8 @@ import torch
 
 from mst_scale.config import SpikeConfig
 from mst_scale.pretrain import training_loop
-from mst_scale.pretrain.batches import Spikes, batch_number
+from mst_scale.pretrain.batches import MicroBatches
+from mst_scale.pretrain.spikes import Spikes, batch_number
 from tests.support import pool, tiny_run
 from tests.support.whole_runs import MST, arguments, logged_attempt, weights, without_times
 
@@ -44,37 +45,29 @@ def test_skipped_batches_are_stepped_over():
 
 def spiky(rank, world, argv, kind, killed=False):
     """Batch 13 is broken: its targets are shifted, or its loss is not a number. Steps 17 on cost a rank its life."""
-    micro_batch, update, roll_back = (
-        training_loop.Run._micro_batch,
-        training_loop.Run._update,
-        training_loop.Run._roll_back,
-    )
+    read, update, roll_back = MicroBatches.read, MicroBatches.update, training_loop.Run._roll_back
 
-    def broken_targets(self, sampler, step, index):
-        tokens, targets = micro_batch(self, sampler, step, index)
-        if kind == "jump" and sampler is self.train and step == BAD:
+    def broken_targets(self, sampler, number, index):
+        tokens, targets = read(self, sampler, number, index)
+        if kind == "jump" and sampler is self.train and number == BAD:
             targets = (targets + 31) % 64
         return tokens, targets
 
-    def not_a_number(self):
-        bad = batch_number(self.step, self.skipped) == BAD and kind == "nan"
-        return update(self) * (math.nan if bad else 1.0)
+    def not_a_number(self, step, number):
+        bad = number == BAD and kind == "nan"
+        return update(self, step, number) * (math.nan if bad else 1.0)
 
     def then_killed(self, bad):
         done = roll_back(self, bad)
         raise SystemExit(9 if done else 8)
 
-    training_loop.Run._micro_batch, training_loop.Run._update = broken_targets, not_a_number
+    MicroBatches.read, MicroBatches.update = broken_targets, not_a_number
     if killed:
         training_loop.Run._roll_back = then_killed
     try:
         return logged_attempt(rank, world, argv)
     finally:
-        training_loop.Run._micro_batch, training_loop.Run._update, training_loop.Run._roll_back = (
-            micro_batch,
-            update,
-            roll_back,
-        )
+        MicroBatches.read, MicroBatches.update, training_loop.Run._roll_back = read, update, roll_back
 
 
 def without_the_batch(rank, world, argv):

@@ -55,16 +55,16 @@ def test_a_killed_rank_is_named_and_the_others_end(tmp_path, victim, speaker):
 
 
 def fails_alone():
-    from mst_scale.pretrain.training_loop import Run
+    from mst_scale.pretrain.batches import MicroBatches
 
-    inner = Run._update
+    inner = MicroBatches.update
 
-    def update(self):
-        if self.step == 4 and self.ranks.rank == 1:
+    def update(self, step, number):
+        if step == 4 and self.ranks.rank == 1:
             raise KeyError("a defect on one rank")
-        return inner(self)
+        return inner(self, step, number)
 
-    Run._update = update
+    MicroBatches.update = update
 
 
 def test_a_rank_that_fails_alone_ends_the_others(tmp_path):

@@ -17,6 +17,7 @@ from mst_scale import comm
 from mst_scale.checkpoints import store
 from mst_scale.errors import UserError
 from mst_scale.pretrain import start, training_loop
+from mst_scale.pretrain.batches import MicroBatches
 from tests.support import pool, tiny_run
 from tests.support.whole_runs import MST, attempt, logged_attempt
 
@@ -318,19 +319,19 @@ def test_weights_that_are_nan_are_divergence_said_once(tmp_path, step):
 
 def poison_moments(rank: int, world: int, argv: list[str], step: int) -> tuple[int, str]:
     """As a learning rate of 1e30 does; gradients that are not finite DeepSpeed leaves out."""
-    inner = training_loop.Run._update
+    inner = MicroBatches.update
 
-    def update(self):
-        if self.step == step and rank == 1:
+    def update(self, at, number):
+        if at == step and rank == 1:
             for state in self.engine.optimizer.optimizer.state.values():
                 state["exp_avg"].fill_(np.nan)
-        return inner(self)
+        return inner(self, at, number)
 
-    training_loop.Run._update = update
+    MicroBatches.update = update
     try:
         return attempt(rank, world, argv)
     finally:
-        training_loop.Run._update = inner
+        MicroBatches.update = inner
 
 
 def test_without_eps_the_optimizer_is_named_and_not_the_learning_rate(tmp_path):
@@ -441,19 +442,18 @@ def test_a_loss_that_stays_non_finite_stops_the_run_and_spares_the_checkpoint(tm
 
 
 def poison(rank: int, world: int, argv: list[str], out: str) -> tuple[int, str, list[str]]:
-    inner = training_loop.Run._micro_batch
+    inner = MicroBatches.update
 
-    def micro_batch(self, sampler, step, index):
-        tokens, targets = inner(self, sampler, step, index)
-        if self.step == 5 and rank == 1:
+    def update(self, step, number):
+        if step == 5 and rank == 1:
             self.engine.module.ln_f.weight.data.fill_(np.nan)
-        return tokens, targets
+        return inner(self, step, number)
 
-    training_loop.Run._micro_batch = micro_batch
+    MicroBatches.update = update
     try:
         code, text = attempt(rank, world, argv)
     finally:
-        training_loop.Run._micro_batch = inner
+        MicroBatches.update = inner
     left = sorted(path.name for path in (Path(out) / "checkpoints").iterdir() if path.is_dir())
     return code, text, left
 

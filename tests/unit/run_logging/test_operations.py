@@ -76,4 +76,6 @@ def test_a_row_costs_less_than_200_microseconds(tmp_path):
         began = time.thread_time()
         operations.row(ROW)
         times.append(time.thread_time() - began)
-    assert min(times) < 200e-6  # the fastest is the cost of the code; others include other work of the machine
+    assert (
+        min(times) < 200e-6
+    )  # the fastest is the cost of the code; the others include what the machine does beside it
