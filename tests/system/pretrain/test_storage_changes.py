@@ -121,11 +121,12 @@ def test_killed_in_its_compact_steps_it_continues_compact(tmp_path, dense):
 
 def test_a_checkpoint_of_dense_storage_continues_compact_and_the_reverse(tmp_path, dense):
     shutil.copytree(dense(1, 1), tmp_path / "compact")
-    said = run(tmp_path, "compact", "python", "auto", 1, "--resume", store.tag_of(50))
+    folder = dense(1, 1).parent  # of the same corpus
+    said = run(folder, tmp_path / "compact", "python", "auto", 1, "--resume", store.tag_of(50))
     assert "stores whole matrices, and here layers store active weights alone: creating a copy" in said
     assert_same(tmp_path / "compact", dense(1, 1))
     shutil.copytree(tmp_path / "compact", tmp_path / "again")
-    run(tmp_path, "again", "python", "off", 1, "--resume", store.tag_of(75))
+    run(folder, tmp_path / "again", "python", "off", 1, "--resume", store.tag_of(75))
     assert_same(tmp_path / "again", dense(1, 1))
 
 
