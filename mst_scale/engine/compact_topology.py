@@ -166,7 +166,7 @@ class CompactTopology(Topology):
             usual = change.gradient_mean_square
         if not change.pruned and not change.grown:
             return change
-        stayed = store.move(i, positions_of(mask, exchange))
+        stayed = store.move(i, _positions_of(mask, exchange))
         if config.grown_moments != "zero" and usual is not None and "exp_avg_sq" in states:
             self._start(i, ~stayed, gradient, usual)
         return change
@@ -234,10 +234,10 @@ class CompactTopology(Topology):
         """Give the layers the index of masks that were restored (collective)."""
         for i, index in enumerate(self.store.index):
             if index is not None:
-                index.replace(positions_of(self._masks[i], self.state.exchange.of[i]))
+                index.replace(_positions_of(self._masks[i], self.state.exchange.of[i]))
 
 
-def positions_of(mask: Any, exchange: Any) -> Tensor:
+def _positions_of(mask: Any, exchange: Any) -> Tensor:
     """Return the positions of a whole mask's active weights, in the order of the flattened matrix (collective)."""
     found: Tensor = mask.whole(exchange).view(-1).nonzero().view(-1)
     return found

@@ -123,7 +123,7 @@ def _stored_across() -> tuple[type, ...]:
 def _convert(model: Any, experiment: Experiment, targets: dict[str, nn.Parameter]) -> dict[int, nn.Parameter]:
     """Replace dense parameters by compact ones; these by the id of what they replace."""
     shapes: Any = [shape_of(p) for p in targets.values()]
-    choose = FirstPositions(experiment, dict(zip(targets, shapes, strict=True)))
+    choose = _FirstPositions(experiment, dict(zip(targets, shapes, strict=True)))
     made: dict[int, nn.Parameter] = {}
     for (name, parameter), shape in zip(targets.items(), shapes, strict=True):
         with deepspeed.zero.GatheredParameters([parameter] if hasattr(parameter, "ds_id") else []):
@@ -145,7 +145,7 @@ def _convert(model: Any, experiment: Experiment, targets: dict[str, nn.Parameter
     return made
 
 
-class FirstPositions:
+class _FirstPositions:
     """Chooses the weights that are active at first, as a run with dense storage does.
 
     All ranks start with the weights of rank 0, which DeepSpeed sends them when it takes the model over. Masks that are

@@ -142,7 +142,7 @@ def prepare(
     if source is None:
         stretch = storage.stretch_after(stretches, 0, 0)
     begins("corpus", f" {fitted.data.dir or fitted.data.source or ''}")
-    folder = ranks.on_first(lambda: prepare_corpus(fitted.data), long=True)
+    folder = ranks.on_first(lambda: _prepare_corpus(fitted.data), long=True)
 
     def open_split(split: str, seed: int) -> Sampler:
         return open_sampler(folder, split, fitted.model, seed, check_ids=ranks.first)
@@ -154,7 +154,7 @@ def prepare(
     weights, growth = None, None
     if source is None and fitted.mst.growth is not None:
         begins("growth", f" from {fitted.mst.grow_from}")
-        growth = grow_weights(fitted, train, batch, micro, ranks)
+        growth = _grow_weights(fitted, train, batch, micro, ranks)
         ledger.begin(growth.cost.total)
         weights = growth.weights
     elif source is None:
@@ -237,7 +237,7 @@ def record_start(
     return ranks.agree(lambda: write() if ranks.first else None)
 
 
-def prepare_corpus(data: DataConfig) -> str:
+def _prepare_corpus(data: DataConfig) -> str:
     """Return the folder of the token files; if the config has a source, they are prepared at first use.
 
     Raises:
@@ -336,7 +336,7 @@ class GrowthGradients:
         return {name: leaf.grad for name, leaf in leaves.items() if leaf.grad is not None}
 
 
-def grow_weights(experiment: Experiment, train: Sampler, batch: int, micro: int, ranks: Ranks) -> GrownWeights:
+def _grow_weights(experiment: Experiment, train: Sampler, batch: int, micro: int, ranks: Ranks) -> GrownWeights:
     """Return the initial weights of a method that grows; `train` reads the run's own corpus."""
     cost: Before = ranks.on_first(lambda: before(experiment, batch))
     gradients = GrowthGradients(experiment.model, train, batch, micro)

@@ -45,7 +45,14 @@ def saved_as(form):
     return "--set", f"training.checkpoint_form={form}"
 
 
-@pytest.mark.parametrize(("stage", "form"), [(0, "dense"), (2, "compact"), (2, "dense"), (3, "dense"), (3, "compact")])
+RUNS = [
+    (2, "compact"),
+    (3, "dense"),
+    *(pytest.param(*case, marks=pytest.mark.full) for case in ((0, "dense"), (2, "dense"), (3, "compact"))),
+]
+
+
+@pytest.mark.parametrize(("stage", "form"), RUNS)
 def test_a_run_is_that_of_dense_storage_and_resumes(stage, form, tmp_path):
     compact, dense = (run(tmp_path, kind, *saved_as(form), compact=kind, stage=stage) for kind in ("auto", "off"))
     for mine, theirs in zip(tiny_run.rows(compact), tiny_run.rows(dense), strict=True):
@@ -100,7 +107,11 @@ def test_a_pruned_model_is_trained_further_and_resumes(form, stage, tmp_path):
     assert tiny_run.rows(again)[-1]["state_bytes"] == tiny_run.rows(compact)[-1]["state_bytes"], "compact as before"
 
 
-@pytest.mark.parametrize(("form", "stage", "kind"), [("compact", 3, "auto"), ("dense", 3, "auto"), ("dense", 2, "off")])
+@pytest.mark.parametrize(("form", "stage", "kind"), [
+    ("compact", 3, "auto"),
+    pytest.param("dense", 3, "auto", marks=pytest.mark.full),
+    pytest.param("dense", 2, "off", marks=pytest.mark.full),
+])  # fmt: skip
 def test_a_run_continues_on_other_ranks_at_another_stage_and_with_dense_storage(form, stage, kind, tmp_path):
     first = run(tmp_path, "first", *saved_as(form), stage=2)
     shutil.copytree(first, tmp_path / "other")
@@ -133,6 +144,7 @@ def test_the_report_sees_the_same_weights(stage, tmp_path):
         np.testing.assert_allclose(cells, theirs.weights[name], rtol=1e-6)  # slices lie elsewhere
 
 
+@pytest.mark.full
 def test_a_compact_checkpoint_takes_a_fraction_of_the_bytes(tmp_path):
     sizes = {}
     for kind in ("auto", "off"):

@@ -151,6 +151,7 @@ ZERO += [(3, {"sub_group_size": 100}), (1, {"contiguous_gradients": False})]
 
 
 @pytest.mark.parametrize(("stage", "zero"), ZERO)
+@pytest.mark.full
 def test_bit_equal_with_other_settings_of_zero(stage, zero):
     assert differences(*both(2, stage, policy="rigl", zero_optimization=zero)) == []
 
@@ -164,12 +165,14 @@ def test_bit_equal_beside_a_layer_that_stays_dense(stage):
 
 
 @pytest.mark.parametrize("stage", [0, 2, 3])
+@pytest.mark.full
 def test_four_ranks_differ_by_the_order_of_sums_alone(stage):
     compact, dense = both(4, stage, policy="rigl")
     assert differences(compact, dense, tolerance=2e-6) == []  # weights of about 1: 16 units in the last place
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.full
 def test_bf16_has_the_same_masks_and_weights_within_rounding(stage):
     """Norms of stage 0 are float32 sums there, so clipping may differ by a unit in the last place of float32."""
     compact, dense = both(2, stage, precision="bf16", policy="rigl")
@@ -177,6 +180,7 @@ def test_bf16_has_the_same_masks_and_weights_within_rounding(stage):
 
 
 @pytest.mark.parametrize("stage", [0, 2, 3])
+@pytest.mark.full
 def test_deepspeeds_kernel_for_cpus_is_within_its_rounding(stage):
     """It computes the ends of a vector by another formula than its middle, and the ends are elsewhere."""
     adam = {"optimizer": {"type": "AdamW", "params": {"torch_adam": False}}}
@@ -337,6 +341,7 @@ def sequences_course(rank, world, stage, kind):
 
 
 @pytest.mark.parametrize("stage", [0, 2, 3])
+@pytest.mark.full
 def test_bit_equal_with_sequences_cut_over_ranks(stage):
     compact, dense = (pool.run(sequences_course, 2, stage, kind)[0] for kind in ("auto", "off"))
     assert compact[-1]["moved"] == 6 and differences(compact, dense) == []
