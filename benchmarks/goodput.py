@@ -29,10 +29,12 @@ first two of a job. During those the process that writes is started, once per st
 part of `fixed`. Where that process competes with the ranks for cores, as it does here, it slows later steps too: that
 is in the measured share only.
 
-The waits are assumptions. A frozen rank: 10 minutes (the default of NCCL's collectives) for plain, and 80 % of that for
-ours, which is when its heartbeats give up. Where plain DeepSpeed does not recover by itself, an operator reacts after
-30 minutes: a divergence (the batch is then left out), and a full disk, on which each save ends the job. The trace has
-shorter waits (--timeout, --operator, --outage). The time until Slurm gives a job its nodes again is left out.
+The waits are assumptions. A frozen rank: 10 minutes (the default of NCCL's collectives) for plain, 80 % of that for
+ours, when its heartbeats give up. In the trace it is --timeout for both (DEEPSPEED_TIMEOUT); as the groups that
+DeepSpeed creates do not follow it and wait for 30 minutes, the frozen rank of plain is then killed from outside. Where
+plain DeepSpeed does not recover by itself, an operator reacts after 30 minutes: a divergence (the batch is then left
+out), and a full disk, on which each save ends the job. The trace has shorter waits (--operator, --outage). The time
+until Slurm gives a job its nodes again is left out.
 """
 
 from __future__ import annotations

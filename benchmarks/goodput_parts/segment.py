@@ -133,6 +133,7 @@ class Job:
         self.side, self.out, self.progress = side, folder / "out", folder / "progress"
         self.skip: list[int] = []
         self.control, self._log = folder / "control", (folder / "log").open("wb")
+        self.frozen: psutil.Process | None = None
         self.control.mkdir()
         (self.control / "sitecustomize.py").write_text(POISON)
         self.config = folder / "config.json"
@@ -277,6 +278,8 @@ def _inject(job: Job, fault: str, victim: int, watched: Watched, setting: Settin
         ranks[victim].kill()
     elif fault == "rank frozen":
         ranks[victim].send_signal(signal.SIGSTOP)
+        job.frozen = ranks[victim]
+        return now + 60 * setting.timeout if job.side == "plain" else None
     elif fault == "node lost":
         job.kill()
         job.start()
@@ -297,7 +300,13 @@ def _inject(job: Job, fault: str, victim: int, watched: Watched, setting: Settin
 
 
 def _repair(job: Job, fault: str, at: int, watched: Watched) -> None:
-    """End a fault of the disk; or do what an operator does after a divergence: leave out the batch, and start again."""
+    """End a fault of the disk, or do what an operator does.
+
+    A frozen rank is killed, so that torchrun starts again. After a divergence, the batch is left out.
+    """
+    if fault == "rank frozen" and job.frozen is not None:
+        job.frozen.kill()
+        return
     if fault != "divergence":
         (job.control / fault.split()[1]).unlink()
         return
