@@ -13,6 +13,7 @@ import re
 import signal
 import sys
 import tempfile
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,11 +24,12 @@ from mst_scale.launch.command_line import quoted
 from mst_scale.launch.elastic import FLAG, Allowed, allowed, read_run
 from mst_scale.launch.environment import SCRIPTS, load_cluster_settings, shown_variables
 from mst_scale.launch.restarts import keep_running
-from mst_scale.launch.supervisor import Supervisor, forward, output_of, spawn, unblock
+from mst_scale.launch.supervisor import Supervisor, output_of, send, spawn, unblock
 
 PORT_OF_DOCTOR = 15  # in addition to those of up to 15 starts of a job
 ELASTIC = "MST_ELASTIC"  # the variable with MIN:MAX
-PROBE_SECONDS = "20"
+PROBE_SECONDS = "10"
+STUCK_SECONDS = 15.0  # after a rank was lost, in which the others end
 TOO_FEW_NODES = 126  # a code after which the job is queued again instead of starting the run once more
 FAILURES = re.compile(r"(.*?) ?mst_failures=([0-9]+)")
 
@@ -48,7 +50,8 @@ class Step:
         task = ["bash", str(SCRIPTS / "slurm_rank.sh")]
         step = ["srun", "--kill-on-bad-exit=1"]
         if self.names:
-            step += [f"--nodes={self.nodes}", f"--nodelist={','.join(self.names)}"]
+            # overlap: Slurm may regard the step before as running, as long as it waits for a node that is gone
+            step += [f"--nodes={self.nodes}", f"--nodelist={','.join(self.names)}", "--overlap"]
         if self.starter == "srun":
             # block: ranks fill one node after the other, whatever the cluster's default
             step += [f"--ntasks={self.nodes * self.ranks}", f"--ntasks-per-node={self.ranks}", "--distribution=block"]
@@ -79,17 +82,19 @@ def _steps(step: Step, config: str, arguments: list[str]) -> list[list[str]]:
 class Job:
     """The Slurm job that this process is the shell of."""
 
-    def __init__(self, supervisor: Supervisor, scratch: Path):
-        self.supervisor = supervisor
+    def __init__(self, scratch: Path):
+        self.supervisor = Supervisor(self.ask)  # first of all: no signal must be lost
         self.number = os.environ["SLURM_JOB_ID"]
         self.node_list = os.environ.get("SLURM_JOB_NODELIST", "")
         # Ranks make these files, as both a saved and a finished run end with code 0, and a preemption with a grace time
         # reaches the ranks alone; and srun's exit code is the highest of all, that of a task which it ended (143).
         self._stopped, self._refused, self._diverged = (scratch / name for name in ("stopped", "refused", "diverged"))
+        self._lost = scratch / "lost"
         os.environ.update(
             MST_STOPPED=str(self._stopped),
             MST_REFUSED=str(self._refused),
             MST_DIVERGED=str(self._diverged),
+            MST_FAILED=str(self._lost),
         )
         # The failures of this job's earlier starts, kept in its comment: Slurm's own count includes preemptions.
         comment = output_of("squeue", "--noheader", f"--jobs={self.number}", "--format=%k").strip()
@@ -113,7 +118,7 @@ class Job:
         Every start gets another port, as the one before may still be closing its connections. From 32768 on the system
         gives ports to any connection.
         """
-        for file in (self._stopped, self._refused, self._diverged):
+        for file in (self._stopped, self._refused, self._diverged, self._lost):
             file.unlink(missing_ok=True)
         requeues = int(os.environ.get("SLURM_RESTART_COUNT") or 0)
         first = step.names[0] if step.names else _hosts(self.node_list)[0]
@@ -121,10 +126,24 @@ class Job:
         found = re.search(r"NodeAddr=(\S+)", output_of("scontrol", "--oneliner", "show", "node", first))
         os.environ["MASTER_ADDR"] = found[1] if found else first
         os.environ["MASTER_PORT"] = str(20000 + (int(self.number) * 16 + start + requeues) % 12000)
-        code = self.supervisor.run(command, variables=step.variables())
+        code = self.supervisor.run(command, variables=step.variables(), leave=self.is_stuck if step.names else None)
         if self._refused.exists():
             return 2
         return 3 if self._diverged.exists() else code
+
+    def is_stuck(self) -> bool:
+        """Return whether a rank was lost a while ago, and srun still waits for its node.
+
+        It would do so until Slurm itself regards the node as down, which takes minutes (SlurmdTimeout).
+        """
+        try:
+            return time.time() - self._lost.stat().st_mtime > STUCK_SECONDS
+        except OSError:
+            return False
+
+    def ask(self, pids: list[int], again: bool) -> None:
+        """Let the ranks save and end, which srun hands on to them, or end srun if it is stuck."""
+        send(pids, signal.SIGKILL if self.is_stuck() else signal.SIGUSR1)
 
     def count_failure(self) -> None:
         """Keep in the job's comment that it has failed once more."""
@@ -188,14 +207,14 @@ def main(words: list[str]) -> int:
     if not words or words[0] in ("--help", "-h"):
         print((__doc__ or "").strip())
         return 0
-    supervisor = Supervisor(forward(signal.SIGUSR1))  # srun hands it on to its tasks
+    scratch = tempfile.TemporaryDirectory(prefix="mst-")
+    job = Job(Path(scratch.name))
+    supervisor = job.supervisor
     _, starter, ranks, restarts, requeues, config, *arguments = words
     load_cluster_settings()
     os.environ["MST_LAUNCHER"] = "slurm"
     nodes = os.environ.get("SLURM_JOB_NUM_NODES") or os.environ["SLURM_NNODES"]
     step = Step(starter, int(nodes), int(ranks), int(os.environ.get("SLURM_CPUS_PER_TASK") or 0))
-    scratch = tempfile.TemporaryDirectory(prefix="mst-")
-    job = Job(supervisor, Path(scratch.name))
     steps = None
     if text := os.environ.get(ELASTIC):
         steps = ElasticSteps(job, step, allowed(text, read_run(config, arguments)[0], step.ranks))
