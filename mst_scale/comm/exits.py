@@ -92,6 +92,8 @@ def end(error: BaseException, on_all_ranks: bool = False) -> NoReturn:
     """
     if variable := {2: "MST_REFUSED", 3: "MST_DIVERGED"}.get(exit_code(error)):
         tell_launcher(variable)
+    elif not isinstance(error, FailedElsewhere):
+        report_failed(launched_rank())
     silent = isinstance(error, FailedElsewhere) or (isinstance(error, SharedMistake) and launched_rank() != 0)
     if silent or (launched_rank() != 0 and (on_all_ranks or not _met())):
         _linger(exit_code(error))
@@ -120,6 +122,16 @@ def tell_launcher(variable: str) -> None:
             Path(name).touch()
         except OSError as error:
             logger.error("cannot write %s (%s): the launcher does not know how the run ended", name, error)
+
+
+def report_failed(rank: int) -> None:
+    """Add the number of a rank that has failed, or was lost, to the file that MST_FAILED names.
+
+    The launcher of an elastic run leaves out the place of a rank that fails again and again.
+    """
+    if name := os.environ.get("MST_FAILED"):
+        with contextlib.suppress(OSError), open(name, "a") as file:
+            file.write(f"{rank}\n")
 
 
 def end_with_launcher() -> None:

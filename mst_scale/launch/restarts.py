@@ -38,9 +38,7 @@ def keep_running(
     Returns:
         The exit code for the launcher.
     """
-    pause, healthy = (
-        float(os.environ.get(name) or default) for name, default in (("MST_PAUSE", 10), ("MST_HEALTHY", 3600))
-    )
+    pause, healthy = float(os.environ.get("MST_PAUSE") or 10), healthy_seconds()
     argv = ["--deepspeed_config", config, *arguments]
     attempt = 0
     while True:
@@ -69,6 +67,11 @@ def keep_running(
         supervisor.pause(seconds)
         if supervisor.asked_to_stop():
             return code
+
+
+def healthy_seconds() -> float:
+    """Return how long a start lasts at least before its failure has nothing to do with that of the start before."""
+    return float(os.environ.get("MST_HEALTHY") or 3600)
 
 
 def _say(message: str) -> None:

@@ -29,7 +29,7 @@ from mst_scale.engine.targets import choose_targets
 from mst_scale.errors import DivergedError
 from mst_scale.flops.budgets import shortened
 from mst_scale.flops.ledger import uncounted_flops
-from mst_scale.pretrain import resume, storage
+from mst_scale.pretrain import elastic, resume, storage
 from mst_scale.pretrain.batches import MicroBatches
 from mst_scale.pretrain.prepare import Prepared, load_checkpoint, prepare
 from mst_scale.pretrain.saving import Saves
@@ -195,7 +195,7 @@ class Run:
             if self.ranks.first:
                 comm.tell_launcher("MST_STOPPED")
             self.record.say(f"asked to stop: step {self.step} is saved; run the same command again to continue")
-            raise SystemExit(0)
+            elastic.end_after_save(lambda: self.stop is None or self.stop.asked)
         if pauses:
             self.pause()
         if changes:
@@ -222,6 +222,7 @@ class Run:
         """End this start, whose last step is saved."""
         self.record_end(PAUSED)
         self.record.say(f"step {self.step} is saved, and the run stops here (--stop-at {self.stop_at})")
+        elastic.tell_waiting_ranks()
         self.ranks.leave()
         raise SystemExit(0)
 
@@ -405,4 +406,5 @@ def train(args: argparse.Namespace, experiment: Experiment, out: Path, ranks: Ra
             eval_sequences=run.training.eval_sequences,
         )
         run.record.say(run.record.summary(run.step, time.monotonic() - begun, first, compare))
+    elastic.tell_waiting_ranks()
     ranks.leave()

@@ -120,7 +120,7 @@ class Operations:
         if self.health is None:
             return
         path, now = self.health, {**self.state, "run": str(self.out), "time": time.time()}
-        text = prometheus(now) if path.suffix == ".prom" else json.dumps(now) + "\n"
+        text = _prometheus(now) if path.suffix == ".prom" else json.dumps(now) + "\n"
         self._disk.attempt(str(path), lambda: _replace(path, text))
 
 
@@ -132,7 +132,7 @@ def _replace(path: Path, text: str) -> None:
     os.replace(draft, path)
 
 
-def prometheus(state: Mapping[str, Any]) -> str:
+def _prometheus(state: Mapping[str, Any]) -> str:
     """Return the numbers of a run's state in Prometheus's text format, and its words as labels of `mst_info`."""
     labels = {name: value for name, value in state.items() if isinstance(value, str)}
     quoted = {name: json.dumps(value, ensure_ascii=False)[1:-1] for name, value in labels.items()}

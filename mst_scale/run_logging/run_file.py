@@ -20,7 +20,10 @@ from typing import Any
 from mst_scale.checkpoints.store import write_if_possible
 
 PACKAGES = ("mst_scale", "torch", "deepspeed", "numpy", "safetensors", "triton", "mpi4py")
-SCHEDULERS = ("SLURM_JOB_ID", "SLURM_RESTART_COUNT", "MST_LAUNCHER", "MST_RESTART", "MST_START")
+SCHEDULERS = (
+    "SLURM_JOB_ID", "SLURM_RESTART_COUNT", "TORCHELASTIC_RUN_ID", "MST_LAUNCHER", "MST_RESTART", "MST_RESIZED",
+    "MST_START",
+)  # fmt: skip
 # How a start ended, in run.json; a start that was killed or crashed has no such entry.
 FINISHED, STOPPED, STORAGE = "finished", "asked to stop", "started again with another storage"
 PAUSED = "stopped where --stop-at says"

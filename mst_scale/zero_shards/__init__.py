@@ -39,6 +39,7 @@ from mst_scale.zero_shards.half_types import check_precision
 from mst_scale.zero_shards.hooks import HOOKS, Follower, install
 from mst_scale.zero_shards.logical import TABLES, cut_of, is_cut, named_parameters, shape_of
 from mst_scale.zero_shards.muon import shapes as muon_shapes
+from mst_scale.zero_shards.other_layout import checkpoint_to_reshape
 from mst_scale.zero_shards.parameters import is_matrix, partitioned_construction, whole, zero_stage
 from mst_scale.zero_shards.put_weights import put_reads, put_weights, stamp
 from mst_scale.zero_shards.quick_start import hasten
@@ -95,6 +96,7 @@ __all__ = [
     "check_optimized",
     "check_precision",
     "check_versions",
+    "checkpoint_to_reshape",
     "clip_factor",
     "comm_bytes",
     "cut_of",

@@ -11,7 +11,7 @@ from tests.support.chaos import Case, case_of
     "case",
     [
         Case(world=2, stage=1, faults=5, seed=5),
-        Case(world=4, stage=1, faults=3, seed=6, sizes=ParallelDims(tensor=2)),
+        pytest.param(Case(world=4, stage=1, faults=3, seed=6, sizes=ParallelDims(tensor=2)), marks=pytest.mark.full),
         *(pytest.param(case_of(words, 20, seed=1), marks=pytest.mark.slow) for words in chaos.CASES.split(",")),
     ],
     ids=str,
