@@ -57,12 +57,13 @@ def test_the_share_at_scale_by_hand(tmp_path):
     assert each["rank killed"] == pytest.approx(10 + 60) and each["disk full"] == pytest.approx(0, abs=1e-9)
     assert each["rank frozen"] == pytest.approx(10 + 480 + 60)
     useful = 14_220 * 2
-    mean = (3 * 70 + 550) / 6
+    assert each["newest damaged"] == pytest.approx(10 + 180)
+    mean = (2 * 70 + 190 + 550) / 6
     assert share == pytest.approx(useful / (useful + 237 * 0.125 * 2 + mean))
     _, every, each = goodput.at_scale(book, "plain")
     assert every == 238 and each["rank frozen"] == pytest.approx(10 + 600 + 238)
-    assert each["disk full"] == pytest.approx(10 + 1800)
-    assert goodput.at_scale(book, "plain", operator=False)[2]["disk full"] == pytest.approx(10)
+    assert each["disk full"] == pytest.approx(10 + 1800 + 238)
+    assert goodput.at_scale(book, "plain", operator=False)[2]["disk full"] == pytest.approx(10 + 238)
 
 
 def test_the_page_has_both_sides_and_a_book_is_read_again(tmp_path):
