@@ -286,6 +286,14 @@ class TrainingConfig:
         "loop a copy into the host's memory. Your own loops, and Trainer, do so if the config sets it to `true`.",
         json_schema_extra=NO_EFFECT,
     )
+    verify_every: StrictInt = Field(
+        default=0,
+        ge=0,
+        le=MAX_SEED,
+        description="Steps between verifications that ranks compute and keep their values without silent corruption "
+        "(docs/survival.md); `0`: never. They do not change results.",
+        json_schema_extra=NO_EFFECT,
+    )
     checkpoint_form: Literal["dense", "compact"] = Field(
         default="dense",
         description="What `mst.compute.compact` saves: `dense` is whole matrices in DeepSpeed's universal layout, from "

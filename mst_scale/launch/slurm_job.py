@@ -78,7 +78,8 @@ class Job:
         self._variables = step.variables()
         # Ranks make these files, as both a saved and a finished run end with code 0, and a preemption with a grace time
         # reaches the ranks alone; and srun's exit code is the highest of all, that of a task which it ended (143).
-        self._stopped, self._refused, self._diverged = (scratch / name for name in ("stopped", "refused", "diverged"))
+        names = ("stopped", "refused", "diverged", "corrupted")
+        self._stopped, self._refused, self._diverged, self._corrupted = (scratch / name for name in names)
         first = output_of("scontrol", "show", "hostnames", self.node_list).partition("\n")[0]
         # the address by which Slurm itself reaches the first node; its name need not resolve everywhere
         found = re.search(r"NodeAddr=(\S+)", output_of("scontrol", "--oneliner", "show", "node", first))
@@ -87,6 +88,7 @@ class Job:
             MST_STOPPED=str(self._stopped),
             MST_REFUSED=str(self._refused),
             MST_DIVERGED=str(self._diverged),
+            MST_CORRUPTED=str(self._corrupted),
         )
         # The failures of this job's earlier starts, kept in its comment: Slurm's own count includes preemptions.
         comment = output_of("squeue", "--noheader", f"--jobs={self.number}", "--format=%k").strip()
@@ -105,13 +107,15 @@ class Job:
         Every start gets another port, as the one before may still be closing its connections. From 32768 on the system
         gives ports to any connection.
         """
-        for file in (self._stopped, self._refused, self._diverged):
+        for file in (self._stopped, self._refused, self._diverged, self._corrupted):
             file.unlink(missing_ok=True)
         requeues = int(os.environ.get("SLURM_RESTART_COUNT") or 0)
         os.environ["MASTER_PORT"] = str(20000 + (int(self.number) * 16 + start + requeues) % 12000)
         code = self.supervisor.run(command, variables=self._variables)
         if self._refused.exists():
             return 2
+        if self._corrupted.exists():
+            return 4
         return 3 if self._diverged.exists() else code
 
     def count_failure(self) -> None:
