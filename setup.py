@@ -10,6 +10,7 @@ VERSION = re.findall(r'^__version__ = "(.+)"$', (ROOT / "mst_scale" / "__init__.
 # Folders of the clone that a wheel holds inside the package.
 INSIDE = {
     "mst_scale.benchmarks": "benchmarks",
+    "mst_scale.benchmarks.goodput_parts": "benchmarks/goodput_parts",
     "mst_scale.benchmarks.gpu_parts": "benchmarks/gpu_parts",
     "mst_scale.benchmarks.studies": "benchmarks/studies",
     "mst_scale.ds_configs": "ds_configs",

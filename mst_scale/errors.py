@@ -49,6 +49,11 @@ class CorruptedError(Exception):
         super().__init__(message)
         self.kind, self.value, self.ranks, self.hosts = kind, value, list(ranks), list(hosts)
         self.step, self.verified, self.decided = step, verified, decided
+        self.details = {
+            "step": step, "kind": kind, "value": value, "ranks": self.ranks, "hosts": self.hosts, "decided": decided,
+            "verified": verified,
+        }  # fmt: skip
+        """All of these, as an event of a run records them."""
 
 
 class Damaged(ValueError):

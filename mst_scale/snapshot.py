@@ -105,9 +105,9 @@ class Snapshot:
             return
         length = max(size, 2 * before, 1 << 20)
         os.ftruncate(self.fd, length)
-        if self._memory is not None:
-            self._memory.close()
-        self._memory = mmap.mmap(self.fd, length)
+        old, self._memory = self._memory, mmap.mmap(self.fd, length)
+        if old is not None:
+            old.close()
 
 
 _taken: ContextVar[Snapshot | None] = ContextVar("snapshot", default=None)

@@ -26,11 +26,12 @@ from typing import Any, NamedTuple
 import mst_scale
 from mst_scale.checkpoints import store
 from mst_scale.checkpoints.writer import IGNORED, Job
-from mst_scale.comm import Ranks, logger, timeout
+from mst_scale.comm import FailedElsewhere, Ranks, logger, timeout
 from mst_scale.snapshot import Snapshot
 
 POLL_SECONDS = 0.1
 _BUSY = "busy"
+WITHOUT_COPY = "(no copy of this checkpoint in memory: training waits until it is written)"
 
 
 class Saved(NamedTuple):
@@ -78,21 +79,20 @@ class BackgroundSaves:
             latest: whether `latest` names it.
 
         Raises:
-            OSError: if there is no memory for the copy.
+            OSError: if there is no memory for the copy; then nothing is pending on any rank.
+            FailedElsewhere: the same, where another rank has raised the OSError.
         """
         assert self._pending is None, "finish() comes first"
         began = time.monotonic()
         # the folder of a save that failed may still be written to by another rank's process
         nonce = self.ranks.on_first(lambda: os.urandom(4).hex())
         draft = final.with_name(f"{final.name}.{nonce}{store.PARTIAL}")
-        if self.snapshot is None:
-            self.snapshot = Snapshot()
-        self.snapshot.begin(draft)
-        taken = self.snapshot
+        taken = self._memory()
+        taken.begin(draft)
         self.ranks.agree(lambda: take(taken, draft))
         copied = time.monotonic() - began
         job = Job(
-            str(draft), str(final), self.ranks.rank, self.ranks.world_size, self.snapshot.files,
+            str(draft), str(final), self.ranks.rank, self.ranks.world_size, taken.files,
             about, dense, keep, latest, copied,
         )  # fmt: skip
         self._pending, self._outcome = (step, draft), _BUSY
@@ -150,6 +150,21 @@ class BackgroundSaves:
             self.snapshot.close()
         self.snapshot = self._pending = None
 
+    def _memory(self) -> Snapshot:
+        """Return the memory for the copy, which all ranks have or none has."""
+        if self.snapshot is None:
+
+            def create() -> None:
+                self.snapshot = Snapshot()
+
+            try:
+                self.ranks.agree(create)
+            except (OSError, FailedElsewhere):
+                self.close()
+                raise
+        assert self.snapshot is not None
+        return self.snapshot
+
     def _gather(self, outcome: str | None) -> list[str | None]:
         import torch.distributed as dist
 
@@ -171,7 +186,12 @@ class BackgroundSaves:
     def _send(self, job: Job) -> None:
         if self.process is None or self.process.poll() is not None:
             self._end_process()
-            self._start_process()
+            try:
+                self._start_process()
+            except OSError as error:
+                self._outcome = f"the process that writes checkpoints cannot be started: {error}"
+                logger.error("%s", self._outcome)
+                return
         with contextlib.suppress(OSError):  # it has just ended: `_look` says so
             self._connection.send(job)
 
@@ -182,24 +202,26 @@ class BackgroundSaves:
         memory = self.snapshot.fd
         # the process ignores these signals, and inherits that they are held back until it does
         held = signal.pthread_sigmask(signal.SIG_BLOCK, IGNORED)
-        self.process = subprocess.Popen(
-            [
-                sys.executable, "-m", "mst_scale.checkpoints.writer",
-                str(os.getpid()), str(theirs.fileno()), str(memory),
-            ],
-            stdin=subprocess.DEVNULL,
-            pass_fds=[theirs.fileno(), memory],
-            env={
-                **os.environ,
-                "PYTHONPATH": os.pathsep.join(filter(None, [package, os.environ.get("PYTHONPATH")])),
-                "RANK": str(self.ranks.rank),
-                "OMP_NUM_THREADS": "1",
-                "CUDA_VISIBLE_DEVICES": "",
-                "DS_ACCELERATOR": "cpu",
-            },
-        )  # fmt: skip
-        signal.pthread_sigmask(signal.SIG_SETMASK, held)
-        theirs.close()
+        try:
+            self.process = subprocess.Popen(
+                [
+                    sys.executable, "-m", "mst_scale.checkpoints.writer",
+                    str(os.getpid()), str(theirs.fileno()), str(memory),
+                ],
+                stdin=subprocess.DEVNULL,
+                pass_fds=[theirs.fileno(), memory],
+                env={
+                    **os.environ,
+                    "PYTHONPATH": os.pathsep.join(filter(None, [package, os.environ.get("PYTHONPATH")])),
+                    "RANK": str(self.ranks.rank),
+                    "OMP_NUM_THREADS": "1",
+                    "CUDA_VISIBLE_DEVICES": "",
+                    "DS_ACCELERATOR": "cpu",
+                },
+            )  # fmt: skip
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, held)
+            theirs.close()
         self._connection = ours
 
     def _end_process(self) -> None:

@@ -91,7 +91,7 @@ def describe(
 
 
 def write(checkpoint: Path, state: MaskState, rank: int, head: Mapping[str, Any]) -> None:
-    """This rank's file under the head of all."""
+    """Write this rank's file; its head is the same on all ranks."""
     tensors: dict[str, torch.Tensor] = {}
     entries: dict[str, Any] = {}
     for name, mask in state.masks.stored().items():
@@ -114,10 +114,12 @@ def write(checkpoint: Path, state: MaskState, rank: int, head: Mapping[str, Any]
 
 
 def file_of(checkpoint: Path, rank: int) -> Path:
+    """Return the path of the masks that one rank has saved."""
     return checkpoint / FOLDER / f"rank_{rank:05d}.safetensors"
 
 
 def digest_of(head: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> str:
+    """Return the sha256 of a file's head and tensors, whatever order the tensors are in."""
     digest = hashlib.sha256(json.dumps(head).encode())  # a JSON round trip keeps the order of keys
     for name in sorted(tensors):
         digest.update(f"{name} {tensors[name].dtype} {list(tensors[name].shape)}".encode())
@@ -214,7 +216,7 @@ def _fitting(checkpoint: Path, state: MaskState, saved: Mapping[str, Any] | None
 
 
 def _with_masks(checkpoint: Path, state: Mapping[str, Any]) -> Path:
-    """The folder that holds a checkpoint's masks: its own, or that of the checkpoint it was made from.
+    """Return the folder that holds a checkpoint's masks: its own, or that of the checkpoint it was made from.
 
     DeepSpeed's ds_to_universal copies none. Those that lie beside its copy, or around it, are known by their head.
     """
@@ -275,7 +277,7 @@ def _opened(path: Path) -> Iterator[Any]:
 
 
 def _said(file: Any) -> Any:
-    """The head in a file's metadata."""
+    """Return the head in a file's metadata."""
     return json.loads((file.metadata() or {}).get("mst", "null"))
 
 

@@ -21,6 +21,8 @@ from mst_scale.mixed_growing.masks import StoredMask, assemble, ever_active, sha
 
 @dataclass(frozen=True)
 class LayerReport:
+    """The mask of one matrix."""
+
     name: str
     shape: tuple[int, ...]
     active: int
@@ -32,6 +34,8 @@ class LayerReport:
 
 @dataclass(frozen=True)
 class Report:
+    """The masks of one checkpoint."""
+
     checkpoint: Path
     step: int
     phase: str
@@ -50,7 +54,7 @@ class Report:
 
 
 def inspect(path: Path) -> Report:
-    """The report on a checkpoint, or on the newest whole one of a run."""
+    """Return the report on a checkpoint, or on the newest complete one of a run."""
     checkpoint = store.locate(path)
     manifest = store.head(checkpoint)
     folder = f"{mask_files.FOLDER}/"
@@ -86,6 +90,7 @@ def inspect(path: Path) -> Report:
 
 
 def report(name: str, shards: Sequence[StoredMask]) -> LayerReport:
+    """Return the report on one matrix from all shards of its mask."""
     whole = assemble(shards, name)  # refuses gaps, and bits that do not add up to the count written beside them
     shape, active = shards[0].shard.shape, shards[0].active
     ever = ever_active(shards)

@@ -47,7 +47,7 @@ class MaskState:
 
     @classmethod
     def none(cls, schedule: Schedule) -> MaskState:
-        """The state of a run without masks."""
+        """Return the state of a run without masks."""
         alone = Exchange()
         return cls(MaskSet([]), Exchanges([]), alone, Stages(None), alone.rank == 0, schedule, 0, "element")
 

@@ -46,7 +46,9 @@ def is_transformers(path: Path) -> bool:
 
 
 def config_of(checkpoint: Path) -> Path | None:
-    """Return the file that describes a checkpoint's model, ours or one of transformers: its own, or else the nearest
-    config.json above it."""
+    """Return the file that describes a checkpoint's model: its own, or else the nearest config.json above it.
+
+    The model may be ours or one of transformers.
+    """
     found = (checkpoint / NAME, *(parent / "config.json" for parent in checkpoint.parents))
     return next((path for path in found if path.is_file()), None)

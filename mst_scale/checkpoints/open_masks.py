@@ -53,7 +53,7 @@ class OpenMasks:
             raise Damaged(f"{path} is not a file of masks in safetensors ({error})") from None
 
     def mask(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        """The mask of a parameter of this shape, as bool."""
+        """Return the mask of a parameter of this shape, as bool."""
         with safe_open(self.path, framework="pt") as file:
             found: Tensor = file.get_tensor(name)
         packed = found.dtype == torch.uint8 and found.dim() == 1 and len(shape) > 1
@@ -70,7 +70,7 @@ class OpenMasks:
 
 
 def of_source(source: Path) -> Named:
-    """The masks of a checkpoint or run of ours, of the zeros in a folder of transformers, or of a file of masks."""
+    """Return the masks of a checkpoint, of a run, of the zeros in a folder of transformers, or of a file of masks."""
     if source.is_file():
         return OpenMasks(source)
     weights = sorted(source.glob("*.safetensors"))

@@ -24,6 +24,8 @@ from mst_scale.zero_shards import compact_files, universal
 
 @dataclass(frozen=True)
 class Reshaped:
+    """What `reshape` has made."""
+
     checkpoint: Path
     universal: Path
     step: int | None

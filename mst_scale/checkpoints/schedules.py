@@ -40,7 +40,7 @@ def is_same_until(value: Any, schedule: Schedule, step: int) -> bool:
 
 
 def _from_text(text: str) -> dict[str, Any] | None:
-    """The repr of 0.1's dataclass, in which phases were pieces and the end of the run was stated twice."""
+    """Read the repr of 0.1's dataclass, in which phases were pieces and the end of the run was stated twice."""
     try:
         values: dict[str, Any] = {k.arg: k.value for k in ast.parse(text, mode="eval").body.keywords}  # type: ignore[attr-defined]
         pieces = [{k.arg: ast.literal_eval(k.value) for k in piece.keywords} for piece in values.pop("pieces").elts]

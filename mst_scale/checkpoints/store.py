@@ -37,6 +37,7 @@ UNIVERSAL = "universal"
 
 
 def tag_of(step: int) -> str:
+    """Return the folder name of the checkpoint of a step."""
     return f"step{step:08d}"
 
 
@@ -93,7 +94,7 @@ def describe(
 
 
 def newest(folder: Path, ranks: Ranks, before: int | None = None) -> str | None:
-    """The tag of the newest whole checkpoint (of a step below `before`). Damaged ones are named and passed over."""
+    """Return the tag of the newest complete checkpoint (of a step below `before`); log damaged ones and skip them."""
     for tag in ranks.on_first(lambda: list_tags(folder)):
         if before is not None and _step_of(folder / tag) >= before:
             continue
@@ -114,8 +115,10 @@ def list_tags(folder: Path) -> list[str]:
 
 
 def locate(path: Path) -> Path:
-    """Return the checkpoint that a path means: itself, the newest complete one of a run of ours, or the newest one that
-    Trainer, Accelerate or a loop of your own has saved there."""
+    """Return the checkpoint that a path means: itself, or the newest complete one of the run that lies there.
+
+    The run may be one of `pretrain`, Trainer, Accelerate or a loop of your own.
+    """
     if path.name.endswith(PARTIAL):
         raise UserError(f"{path} is a save that did not finish: name another checkpoint")
     if not path.is_dir():
@@ -145,7 +148,7 @@ def _is_checkpoint(path: Path) -> bool:
 
 
 def _of_other_loops(folder: Path) -> Path | None:
-    """The newest checkpoint in a folder that `pretrain` has not written; None where there is none.
+    """Return the newest checkpoint in a folder that `pretrain` has not written; None where there is none.
 
     engine.save_checkpoint   DIR/global_stepN, and DIR/latest names the newest
     Accelerate               DIR/pytorch_model, named by DIR/latest; with automatic names DIR is
@@ -176,7 +179,7 @@ def _named_by_latest(folder: Path) -> Path | None:
 
 
 def _numbered(folder: Path, prefix: str) -> list[tuple[int, Path]]:
-    """The folders whose names are this prefix and a number."""
+    """Return the folders whose names are this prefix and a number."""
     if not folder.is_dir():
         return []
     found = ((path.name.removeprefix(prefix), path) for path in folder.iterdir() if path.name.startswith(prefix))
@@ -184,13 +187,15 @@ def _numbered(folder: Path, prefix: str) -> list[tuple[int, Path]]:
 
 
 def head(checkpoint: Path) -> dict[str, Any] | None:
-    """What the manifest says of the checkpoint; None where it has none (it was not saved by `pretrain`)."""
+    """Return a checkpoint's manifest; None where it has none (it was not saved by `pretrain`)."""
     return _manifest(checkpoint) if (checkpoint / MANIFEST).is_file() else None
 
 
 def sealed(manifest: dict[str, Any]) -> str:
-    """The text of a manifest, with a digest over all that it says. One that was saved before there was such a digest
-    is read without: its files are covered all the same."""
+    """Return the text of a manifest, with a digest over everything in it.
+
+    Manifests of versions that had no such digest are read without it; the digests of their files are checked.
+    """
     content = {key: value for key, value in manifest.items() if key != OWN_DIGEST}
     return json.dumps({**content, OWN_DIGEST: _digest_of(content)}, indent=1)
 
@@ -213,7 +218,7 @@ def _manifest(checkpoint: Path) -> dict[str, Any]:
 
 
 def layout(world_size: int, stage: int, sizes: ParallelDims = WHOLE) -> dict[str, Any]:
-    """What a manifest says of who saved it: ranks, ZeRO stage, and how the model was cut before ZeRO, if it was."""
+    """Return the layout for a manifest: ranks, ZeRO stage, and how the model was cut before ZeRO, if it was."""
     cut = {"replicas": sizes.data(world_size), **asdict(sizes)} if sizes.model > 1 else {}
     return {"ranks": world_size, "stage": stage, **cut}
 
@@ -239,7 +244,7 @@ def _cut_in_words(layout: dict[str, Any]) -> str:
 
 
 def damage(checkpoint: Path, ranks: Ranks | None = None, within: str = "") -> list[str]:
-    """What is wrong with a checkpoint's files, or those in one of its folders; each rank reads its share of them."""
+    """Return what is wrong with a checkpoint's files, or those in one folder; each rank reads its share of them."""
     try:
         manifest = _manifest(checkpoint)
     except Damaged as error:
@@ -263,6 +268,7 @@ def faults_of(folder: Path, files: dict[str, dict[str, Any]], names: Iterable[st
 
 
 def check_undamaged(checkpoint: Path, ranks: Ranks) -> None:
+    """Raise an OSError on all ranks if a file of the checkpoint is not as it was saved."""
     faults = damage(checkpoint, ranks)
     if faults:
         raise OSError(f"checkpoint {checkpoint} is damaged: {faults[0]}")
@@ -278,7 +284,7 @@ def file_digest(path: Path) -> str:
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """The old text or the new one, never half of it, whatever is killed when."""
+    """Replace the text of a file: a process killed at any time leaves the old text or the new one, never a part."""
     draft = path.with_name(path.name + PARTIAL)
     try:
         with draft.open("w") as file:
@@ -293,7 +299,7 @@ def write_atomically(path: Path, text: str) -> None:
 
 
 def write_if_possible(path: Path, text: str) -> None:
-    """The same for what a run can do without: a full disk is said, and the run goes on."""
+    """Write a file that a run can do without: if the disk is full, log it and continue."""
     try:
         write_atomically(path, text)
     except OSError as error:
@@ -406,14 +412,14 @@ def prune(folder: Path, keep: int, step: int) -> None:
 
 
 def _remove(checkpoint: Path) -> None:
-    """Renamed first: a removal that is killed half-way leaves no folder that looks whole."""
+    """Rename a checkpoint, then delete it: a removal that is killed half-way leaves no folder that looks complete."""
     doomed = checkpoint.with_name(f"{checkpoint.name}.old{PARTIAL}")
     os.rename(checkpoint, doomed)
     _delete(doomed)
 
 
 def _delete(path: Path) -> None:
-    """A folder, a file, or a link, whose target is somebody else's."""
+    """Delete a folder, a file, or a link without its target."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path, ignore_errors=True)
     else:

@@ -75,8 +75,10 @@ def warm_start(engine: Any, checkpoint: Path | str, *, weights_only: bool = Fals
 
 
 def take_weights(engine: Any, source: Path) -> dict[str, Any]:
-    """Put weights, frozen parameters and buffers of a checkpoint into the engine, whichever ZeRO stage and number of
-    ranks have saved it. Returns what its first file holds beside them."""
+    """Put weights, frozen parameters and buffers of a checkpoint into the engine.
+
+    Any ZeRO stage and number of ranks may have saved it. Returns what its first file holds beside them.
+    """
     if faults := store.damage(source) if store.head(source) else []:
         raise Damaged(f"{source} is damaged: {faults[0]}")
     trained = multiplied_weights_of(source)

@@ -19,6 +19,7 @@ Run a benchmark on this machine. Our code and the baseline alternate within one 
   compiled          every Triton kernel compiled for A100 and H100: registers, shared memory, occupancy; needs no GPU
   density           time, memory and traffic of a step: plain DeepSpeed, masked and compact weights; needs root
   generate          text from sparse weights against the same model dense, transformers, and a smaller dense model
+  goodput           the share of time in steps that count under faults: plain DeepSpeed with torchrun and ours
   gpu_day           all measurements that need a GPU, in one program: correctness, speed, memory
   grown_weights     the first updates of grown weights and the loss around topology steps, with and without seeded
                     second moments
@@ -28,6 +29,7 @@ Run a benchmark on this machine. Our code and the baseline alternate within one 
   long              a layer of GPT-2 small at 4k to 32k tokens: sparse attention compared with dense flash attention
   pruning           whether pruning costs weights trained with MST less loss than dense ones
   quality           the validation loss of single weights, blocks, dense and tiny models
+  real_run          GPT-2 small trained for a thousand steps through all phases, and densely
   scaling           `step` on 1, 2, 4 … processes: weak and strong scaling, as a picture
   step              a training step in every phase: MST compared with dense, its parts, memory, FLOP/s, collectives;
                     --device cuda: 124M to 6.7B parameters in blocks on one GPU, as many layers as fit
@@ -48,9 +50,9 @@ examples:
   mst bench step --config gpt2_small --set model.n_layer=2 --set bf16.enabled=false --micro-batch-size 1
 """
 PROGRAMS = (  # modules of mst_scale.benchmarks
-    "async_save", "attention", "baselines", "compiled", "density", "generate", "gpu_day", "grown_weights", "linear",
-    "logging_overhead", "long", "pruning", "quality", "scaling", "step", "structured", "study", "topology", "training",
-    "verify",
+    "async_save", "attention", "baselines", "compiled", "density", "generate", "goodput", "gpu_day", "grown_weights",
+    "linear", "logging_overhead", "long", "pruning", "quality", "real_run", "scaling", "step", "structured", "study",
+    "topology", "training", "verify",
 )  # fmt: skip
 
 

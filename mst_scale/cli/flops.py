@@ -53,7 +53,12 @@ def add(subparsers: Any) -> None:
     option(
         "--match-flops", metavar="C", help="for dense-short: the config or folder of the run whose FLOPs it may spend"
     )
-    option("--from", dest="grow_from", metavar="RUN", help="for ligo and stack: the smaller run, whose FLOPs count too")
+    option(
+        "--from",
+        dest="grow_from",
+        metavar="RUN",
+        help="for expand, ligo and stack: the smaller run, whose FLOPs count too",
+    )
     option("--set", action="append", default=[], metavar="K=V", help="override any key, repeatable")
     option(
         "--ranks", type=int, default=1, metavar="N", help="ranks, if the config sets the batch per rank (default: 1)"

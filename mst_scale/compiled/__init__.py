@@ -120,7 +120,7 @@ def _digest(*texts: str) -> str:
 
 
 def _processor() -> str:
-    """The processor's instructions, which decide whether a library built elsewhere runs here."""
+    """Return the processor's instructions, which decide whether a library built elsewhere runs here."""
     cpuinfo = Path("/proc/cpuinfo")
     lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
     known = next((line.split(":", 1)[1] for line in lines if line.startswith(("flags", "Features"))), "")

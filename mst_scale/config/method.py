@@ -84,8 +84,8 @@ class MSTConfig:
     )
     grow_from: str | None = Field(
         default=None,
-        description="`ligo`, `stack`: folder of the smaller run, or of one of its checkpoints, whose grown weights "
-        "this run starts with (`--from`).",
+        description="`expand`, `ligo`, `stack`: folder of the smaller run, or of one of its checkpoints, whose grown "
+        "weights this run starts with (`--from`).",
     )
     options: Any = Field(default_factory=NoOptions, description="Keys of the method itself ([methods.md](methods.md)).")
     seed: StrictInt | None = Field(
@@ -127,7 +127,7 @@ class MSTConfig:
         if self.like is not None and self.method != "dense-short":
             raise UserError(f"mst.like is for method dense-short, not for {self.method}: leave it out")
         if self.grow_from is not None and self.growth is None:
-            raise UserError(f"mst.grow_from is for methods ligo and stack, not for {self.method}: leave it out")
+            raise UserError(f"mst.grow_from is for methods expand, ligo and stack, not for {self.method}: leave it out")
         function, variation = self.function, self.sparsity.variation
         if function is not None and variation not in function.variations:
             raise UserError(

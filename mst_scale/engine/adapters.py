@@ -27,5 +27,5 @@ def adapters_of(model: nn.Module) -> set[int]:
 
 
 def base_name(name: str) -> str:
-    """A parameter's name in the model before peft has wrapped it, which is its name after merging."""
+    """Return a parameter's name in the model before peft wrapped it, which is its name after merging."""
     return WRAPPED.sub("", name)

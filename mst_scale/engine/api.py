@@ -140,7 +140,7 @@ def _stated(**values: Any) -> set[str]:
 
 
 def _refuse_unread_sizes(model: torch.nn.Module, experiment: Experiment, others: dict[str, Any]) -> None:
-    """What the config says of cutting the model and nobody would do: `pretrain` does it, and takes the keys out."""
+    """Reject keys that cut the model, which nobody would act on here: `pretrain` acts on them and removes them."""
     sizes = sizes_of(experiment.deepspeed)
     ours = any(isinstance(module, SelfAttention) for module in model.modules())
     if sizes.tensor > 1 and ours:
@@ -177,7 +177,7 @@ def _require_length(config: Experiment | dict[str, Any] | str | Path, experiment
 
 
 def _refuse_growth(config: Experiment | dict[str, Any] | str | Path, experiment: Experiment) -> None:
-    """A model that comes here has its weights; `pretrain`, which grows them before, gives what it has resolved."""
+    """Reject growth: a model passed to `initialize` has its weights; `pretrain` grows them before it calls this."""
     if experiment.mst.growth is not None and not isinstance(config, Experiment):
         raise UserError(
             f"method {experiment.mst.method} grows a smaller run in mst_scale.pretrain alone: in a loop of your own "
@@ -188,7 +188,7 @@ def _refuse_growth(config: Experiment | dict[str, Any] | str | Path, experiment:
 def _refuse_two_schedules(
     config: Experiment | dict[str, Any] | str | Path, experiment: Experiment, others: dict[str, Any]
 ) -> list[str]:
-    """The rate of a loop of the user's is DeepSpeed's or the loop's own; what the config says beside is told."""
+    """Reject a second learning-rate schedule; return a note on keys that `pretrain` alone reads."""
     if isinstance(config, Experiment):
         return []
     unread = [key for key in read(config)[1].get("training", {}) if key not in READ]

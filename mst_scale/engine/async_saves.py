@@ -17,8 +17,8 @@ from typing import Any
 import torch.distributed as dist
 
 from mst_scale import zero_shards
-from mst_scale.checkpoints.background import BackgroundSaves
-from mst_scale.comm import Ranks, logger, new_group
+from mst_scale.checkpoints.background import WITHOUT_COPY, BackgroundSaves
+from mst_scale.comm import FailedElsewhere, Ranks, logger, new_group
 from mst_scale.snapshot import Snapshot
 
 
@@ -43,7 +43,12 @@ def save_in_background(engine: Any) -> BackgroundSaves | None:
                 save(**{**given, "save_dir": str(draft.parent), "tag": draft.name, "save_latest": False})
 
         final, latest = Path(given["save_dir"]) / tag, bool(given.get("save_latest", True))
-        saves.start(take, final, step=engine.global_steps, about=None, latest=latest)
+        try:
+            saves.start(take, final, step=engine.global_steps, about=None, latest=latest)
+        except (OSError, FailedElsewhere) as error:
+            if isinstance(error, OSError):
+                logger.warning("%s %s", error, WITHOUT_COPY)
+            return save(**given)
         return True
 
     @functools.wraps(load)

@@ -65,6 +65,6 @@ class AttentionPattern(Component):
         self._follow()
 
     def _follow(self) -> None:
-        """torch computes what keeps every pair."""
+        """Let torch compute attention that keeps every pair."""
         backend = "auto" if self.pattern.kind == "dense" else self.backend
         self.layers = set_pattern(self.engine.module, self.pattern, backend)

@@ -161,7 +161,7 @@ class CompactTopology(Topology):
         return change
 
     def _dense_gradient(self, under_way: TopologyStep, i: int, values: Tensor) -> Tensor | None:
-        """What the policy reads of the gradient: of all weights, of the active ones, or nothing."""
+        """Return the gradient that the policy reads: of all weights, of the active ones, or None."""
         if under_way.reads_dense_gradients:
             found = self.dense_gradients.pop(i, None)
             return values.new_zeros(self._masks[i].length) if found is None else found.to(values.device)

@@ -75,7 +75,7 @@ def make_compact(
 
 
 def _why_dense_here(optimizer: Any, model: nn.Module, others: dict[str, Any]) -> str | None:
-    """What in the arguments keeps a run dense."""
+    """Return which of the arguments keeps a run dense; None if none does."""
     cases = {
         "the optimizer is an object that has the dense weights": isinstance(optimizer, torch.optim.Optimizer),
         "the optimizer is not the config's Adam or AdamW": optimizer is not None,
@@ -113,7 +113,7 @@ def _why_layer_stays(model: nn.Module, name: str, parameter: nn.Parameter) -> st
 
 
 def _stored_across() -> tuple[type, ...]:
-    """transformers' Conv1D, if transformers has been imported: only then can a model contain it."""
+    """Return transformers' Conv1D if transformers has been imported: only then can a model contain it."""
     transformers = sys.modules.get("transformers.pytorch_utils")
     return () if transformers is None else (transformers.Conv1D,)
 

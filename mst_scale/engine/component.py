@@ -10,8 +10,9 @@ import torch
 
 
 class Component:
-    """One part of a run. Override what it needs; every method is called on all ranks, in the order of the components
-    (`before_step` in reverse order).
+    """One part of a run, which overrides the methods it needs.
+
+    Every method is called on all ranks, in the order of the components (`before_step` in reverse order).
 
     One optimizer step calls, in this order:
 

@@ -143,7 +143,7 @@ class SparseCompute(Component):
                 yield mask.name, (dtype, self.layers.products[mask.name].shape), (now, planned)
 
     def _chosen_otherwise(self, here: dispatch.Crossovers) -> Iterator[str]:
-        """What differs between the crossovers of the run and those found here, as far as this run meets it."""
+        """Yield the differences between the run's crossovers and those found here that concern this run."""
         seen = set()
         for _, case, sparsities in self._cases():
             agreed, found = self.layers.crossovers.get(case), here.get(case)

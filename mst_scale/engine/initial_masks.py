@@ -100,6 +100,6 @@ class GivenMasks:
         return "the zeros of its weights" if self.file is None else f"the masks of {self.file.path}"
 
     def _name_in_file(self, parameter: str) -> str | None:
-        """The name under which the file has the mask of a parameter: its own, or that before peft has wrapped it."""
+        """Return the name under which the file has a parameter's mask: its own, or the one before peft wrapped it."""
         assert self.file is not None
         return next((name for name in (parameter, base_name(parameter)) if name in self.file.names), None)

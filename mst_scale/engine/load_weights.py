@@ -76,7 +76,7 @@ def load_weights(engine: Engine, state_dict: Mapping[str, torch.Tensor], *, stri
 def _with_tied_names(
     state_dict: Mapping[str, torch.Tensor], named: Mapping[str, Any], parameters: Mapping[str, Any]
 ) -> dict[str, torch.Tensor]:
-    """The state dict with the first name of each tied tensor, where it has another one alone, as safetensors does."""
+    """Add the first name of each tied tensor to a state dict that has only another one, as safetensors does."""
     first = {id(p): name for name, p in parameters.items()}
     found = dict(state_dict)
     for name, value in named.items():

@@ -174,7 +174,7 @@ class SparseTraining:
         return Channels(self.units.units, names, seed, lambda step: self.schedule.at(step).sparsity, lambda: self.step)
 
     def _read_given(self) -> GivenMasks | None:
-        """What `mst.masks` names. One host may lack the file, for example."""
+        """Read the masks that `mst.masks` names. One host may lack the file, for example."""
         if (stated := self.experiment.mst.masks) is None:
             return None
         mine = {name: None for name, _ in zero_shards.named_parameters(self.engine.module)}
@@ -256,7 +256,7 @@ class SparseTraining:
 
     @property
     def changes(self) -> Sequence[Change]:
-        """What the last topology step did to each layer …"""
+        """Changes of each layer in the last topology step."""
         return self.state.changes
 
     @property
@@ -306,7 +306,7 @@ class SparseTraining:
                 component.after_backward()
 
     def before_update(self) -> None:
-        """The optimizer is about to update master weights: there was no overflow, and the gradient's norm is known."""
+        """Follow DeepSpeed to just before the update: there was no overflow, and the gradient's norm is known."""
         for component in self.components:
             component.before_update()
 
@@ -320,7 +320,7 @@ class SparseTraining:
             component.mask_update(parameter, update)
 
     def after_update(self, tensors: Collection[int]) -> None:
-        """The optimizer has updated these master tensors (ids); what the forward pass reads is not yet written."""
+        """Follow the update of these master tensors (ids); what the forward pass reads is not yet written."""
         if not self._stepping:
             raise SharedMistake(
                 f"{zero_shards.optimizer_name(self.engine)} has taken a step of its own, past DeepSpeed's engine, and "
@@ -332,7 +332,7 @@ class SparseTraining:
                 component.after_update(tensors)
 
     def after_step(self) -> None:
-        """The step is over, taken or skipped."""
+        """Follow the end of a step, taken or skipped."""
         self._stepping = False
         with self._span():
             for component in self.components:

@@ -50,6 +50,6 @@ def choose_targets(model: nn.Module, targets: TargetsConfig, frozen: bool = Fals
 
 
 def _head_of(model: nn.Module) -> nn.Parameter | None:
-    """The weight of the output projection, by the convention of Hugging Face's models and ours."""
+    """Return the weight of the output projection, by the convention of Hugging Face's models and ours."""
     output = getattr(model, "get_output_embeddings", lambda: None)()
     return getattr(output, "weight", None)

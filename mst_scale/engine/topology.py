@@ -58,7 +58,7 @@ class Revival(Protocol):
 
     @property
     def revived(self) -> Counts:
-        """(revived, all) units by kind of the last step that revived some …"""
+        """(revived, all) units by kind, of the last step that revived some."""
 
     @property
     def revived_at(self) -> int:

@@ -213,8 +213,10 @@ class WeightFunctions(Component):
             self.reseed = True
 
     def _keep_first_squares(self) -> None:
-        """Moments of other values are gone: keep the squares that Adam's second will begin with, of the first gradient
-        or of the layer's usual one, whichever is larger."""
+        """Keep the squares with which Adam's second moments begin, since those of other values are gone.
+
+        They are of the first gradient or of the layer's usual one, whichever is larger.
+        """
         self.first_squares = {}
         for i, shape in enumerate(self.shapes.values()) if self.reseed else ():
             gradient, v = self.shards.gradient(i), self.shards.states(i).get("exp_avg_sq")
@@ -277,7 +279,7 @@ class WeightFunctions(Component):
         return squares * self._slope(name, stored).square()
 
     def _slope(self, name: str, stored: torch.Tensor) -> torch.Tensor:
-        """The function's derivative at some stored values of a matrix."""
+        """Return the function's derivative at some stored values of a matrix."""
         layer = self.layers[name]
         with torch.enable_grad():
             stored = stored.detach().clone().requires_grad_()

@@ -1,5 +1,4 @@
-"""
-Pretrain the small GPT of ds_configs/demo.json on two processes of this machine, into runs/demo.
+"""Pretrain the small GPT of ds_configs/demo.json on two processes of this machine, into runs/demo.
 
   bash launchers/demo.sh [arguments of mst_scale.pretrain]
 
@@ -57,7 +56,7 @@ def two_lines(model: Path) -> list[str]:
 
 
 def _folder(words: list[str]) -> Path:
-    """The folder of the run, as the words and the last of several --out say."""
+    """Return the folder of the run: the last --out among the words, or the default."""
     out = "runs/demo"
     for word, following in pairwise([*words, ""]):
         if word == "--out":

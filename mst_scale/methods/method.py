@@ -119,6 +119,10 @@ class Shape(Protocol):
     def tied_head(self) -> bool:
         """Whether the head is the token embedding."""
 
+    @property
+    def init_std(self) -> float:
+        """Standard deviation of initial weights."""
+
 
 class Growth(ABC):
     """Computes the initial weights of a larger GPT from those of a smaller, trained one.

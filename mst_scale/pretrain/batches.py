@@ -6,6 +6,7 @@ micro-batch at a time, a pipeline all micro-batches of a step at once.
 
 from __future__ import annotations
 
+import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ import torch.distributed as dist
 
 from mst_scale import zero_shards
 from mst_scale.comm import Mesh, Ranks
+from mst_scale.comm.stragglers import Stragglers
 from mst_scale.data.sampler import Sampler
 from mst_scale.errors import UserError
 from mst_scale.pretrain.prepare import Prepared
@@ -84,6 +86,7 @@ class MicroBatches:
         self.train, self.val = prepared.train, prepared.val
         self.share = Share.of(prepared.ranks, prepared.mesh)
         self.device = next(self.engine.module.parameters()).device
+        self.stragglers = Stragglers(self.ranks, self.engine.module)
         self._update, self._losses = _functions_for(self.engine)
 
     def update(self, step: int, number: int) -> torch.Tensor:
@@ -116,8 +119,9 @@ class MicroBatches:
 
     def _of_step(self, step: int, number: int) -> Batches:
         for turn in range(self.accumulation):
-            micro_batch = self.share.micro_batch(turn)
+            micro_batch, began = self.share.micro_batch(turn), time.perf_counter()
             tokens, targets = self.read(self.train, number, micro_batch)
+            self.stragglers.fetched(time.perf_counter() - began)
             if self.dropout:
                 torch.manual_seed(counter_hash(self.training.seed, "dropout", step, micro_batch))
             yield tokens, targets

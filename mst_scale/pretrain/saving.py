@@ -1,7 +1,7 @@
 """Saves the checkpoints of a run, now or in the background, and decides what a failed save means.
 
-A save that fails in the middle of a run is reported and tried again when the next one is due. Several failures in a
-row, or one at a step without which the run cannot continue, end it.
+A save that fails in the middle of a run is reported and tried again when the next one is due, however often that
+happens: what the run has learned since is only in its memory. One without which the run cannot continue ends it.
 """
 
 from __future__ import annotations
@@ -11,13 +11,11 @@ from typing import Any
 
 from mst_scale import comm, zero_shards
 from mst_scale.checkpoints import store
-from mst_scale.checkpoints.background import BackgroundSaves
+from mst_scale.checkpoints.background import WITHOUT_COPY, BackgroundSaves
 from mst_scale.checkpoints.dense_form import make_dense
 from mst_scale.comm import ParallelDims, Ranks, logger
 from mst_scale.config import TrainingConfig
 from mst_scale.pretrain.prepare import Prepared
-
-MAX_FAILED_SAVES = 3  # in a row; then the run stops
 
 
 class Saves:
@@ -58,19 +56,23 @@ class Saves:
         compact = bool(zero_shards.indexes_of(self.engine.module))
         dense = universal or (compact and self.training.checkpoint_form == "dense")
         about, keep = {"step": step, **self.about}, self.training.keep_checkpoints
-        try:
-            if self._background is None or final:
-                self._seconds = store.save(
-                    self.engine, self.folder, self.ranks,
-                    keep=keep, state=state, complete=make_dense if dense else None, **about,
-                )  # fmt: skip
-                self._succeed(step)
-            else:
+        if self._background is not None and not final:
+            try:
                 self._seconds = self._background.start(
                     lambda snapshot, draft: store.copy(self.engine, snapshot, draft, {**state, "step": step}),
                     self.folder / store.tag_of(step),
                     step=step, about=store.describe(self.engine, self.ranks, **about), dense=dense, keep=keep,
                 )  # fmt: skip
+                return
+            except (OSError, comm.FailedElsewhere) as error:  # on all ranks
+                if isinstance(error, OSError):
+                    logger.warning("%s %s", error, WITHOUT_COPY)
+        try:
+            self._seconds = store.save(
+                self.engine, self.folder, self.ranks,
+                keep=keep, state=state, complete=make_dense if dense else None, **about,
+            )  # fmt: skip
+            self._succeed(step)
         except (OSError, comm.FailedElsewhere) as error:
             if isinstance(error, OSError) and not final:
                 logger.error("%s", error)
@@ -107,10 +109,13 @@ class Saves:
 
     def _fail(self, step: int, error: Exception, final: bool) -> None:
         self._in_a_row += 1
-        if final or self._in_a_row >= MAX_FAILED_SAVES:
+        if final:
             raise error
         if self.ranks.first:
-            logger.error("step %d was not saved: the run continues and will try again", step)
+            logger.error(
+                "step %d was not saved (failed saves in a row: %d): the run continues and will try again",
+                step, self._in_a_row,
+            )  # fmt: skip
         self._failed(step, str(error) if isinstance(error, OSError) else "elsewhere")
 
 

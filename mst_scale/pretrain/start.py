@@ -106,7 +106,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     add("--init", metavar="M", help="start from these weights: gpt2, a folder of transformers, or a run")
     add(
         "--from", dest="grow_from", metavar="RUN",
-        help="for ligo and stack: the smaller run whose weights are grown into the initial weights",
+        help="for expand, ligo and stack: the smaller run whose weights are grown into the initial weights",
     )  # fmt: skip
     add(
         "--branch-decay-from", metavar="RUN[:TAG]",

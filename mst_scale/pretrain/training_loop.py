@@ -179,6 +179,7 @@ class Run:
         # reading the loss waits for the device, but DeepSpeed's gradient norm has already done so
         asked = self.stop is not None and self.stop.asked
         verdicts = self.votes.cast(self.step, asked, float(loss), wait=logs or evaluates or saves)
+        self._name_straggler()
         for verdict in verdicts:
             if (bad := self._find_step_to_undo(verdict)) is not None and self._roll_back(bad):
                 return
@@ -203,6 +204,18 @@ class Run:
             self.pause()
         if changes:
             self._start_again()
+
+    def _name_straggler(self) -> None:
+        """Report a rank that is much slower than the others, if there is one."""
+        self.micro_batches.stragglers.stepped()
+        slow = self.micro_batches.stragglers.look()
+        if slow is None or not self.ranks.first:
+            return
+        logger.warning(
+            "rank %d (%s) is slow: it computes %.2f s per step where the others compute %.2f s and wait for it",
+            *slow,
+        )  # fmt: skip
+        self._record_event("straggler", step=self.step, **slow._asdict())
 
     @property
     def pauses(self) -> bool:
@@ -353,10 +366,7 @@ class Run:
     def end_corrupted(self, error: CorruptedError) -> NoReturn:
         """End the run on all ranks, each of which has raised the same error, and record what `resume` needs."""
         self.saves.abandon()
-        self._record_event(
-            "corrupted", step=error.step, kind=error.kind, value=error.value, ranks=error.ranks, hosts=error.hosts,
-            decided=error.decided, verified=error.verified,
-        )  # fmt: skip
+        self._record_event("corrupted", **error.details)
         self.record_end(CORRUPTED)
         self.ranks.fail(error)
 

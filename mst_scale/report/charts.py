@@ -553,7 +553,7 @@ def _heat_map(run: Run, name: str) -> Plot:
 
 
 def _deviations_by_layer(run: Run) -> Plot:
-    """Standard deviation of the active weights of each matrix, at the last snapshot and the start."""
+    """Plot the standard deviation of the active weights of each matrix, at the last snapshot and the start."""
 
     def draw(figure: Figure, theme: Theme) -> None:
         last, first = _last(run), run.snapshots[0]
@@ -579,7 +579,7 @@ def _deviations_by_layer(run: Run) -> Plot:
 
 
 def _deviations_by_phase(run: Run) -> Plot:
-    """Standard deviation of the active weights at the end of each phase."""
+    """Plot the standard deviation of the active weights at the end of each phase."""
 
     def draw(figure: Figure, theme: Theme) -> None:
         _last(run)

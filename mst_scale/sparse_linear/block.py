@@ -162,14 +162,14 @@ WIDE_GRADIENT: Sizes = [(32, 8, 4), (64, 8, 3), (64, 8, 4), (128, 8, 3)]
 
 
 def product_tiles(capability: int, side: int) -> Sizes:
-    """The tiles to tune among for Y and dX; `capability` is 80 for compute capability 8.0."""
+    """Return the tiles to tune among for Y and dX; `capability` is 80 for compute capability 8.0."""
     if side < 128:
         return PRODUCT
     return [*WIDE_PRODUCT, (64, 128, 4, 5), (64, 256, 8, 5)] if capability >= 90 else WIDE_PRODUCT
 
 
 def gradient_tiles(capability: int, side: int) -> Sizes:
-    """The tiles to tune among for dW."""
+    """Return the tiles to tune among for dW."""
     if side < 128:
         spilled = [(64, 4, 3), (64, 4, 4)] if side == 64 and capability < 90 else []
         return [size for size in GRADIENT if size not in spilled]
@@ -177,7 +177,7 @@ def gradient_tiles(capability: int, side: int) -> Sizes:
 
 
 def sum_warps(side: int) -> int:
-    """The number of warps that add the partial sums of dW."""
+    """Return the number of warps that add the partial sums of dW."""
     return 8 if side == 128 else 4
 
 
@@ -193,7 +193,7 @@ def _configs(names: tuple[str, ...], sizes: Iterable[tuple[int, ...]]) -> list[A
 
 @functools.cache
 def _tuned_product(sizes: tuple[tuple[int, ...], ...]) -> Any:
-    """The kernel that tunes its tiles at the first call with a shape; the plain kernel under the interpreter."""
+    """Return the kernel that tunes its tiles at the first call with a shape; the plain kernel under the interpreter."""
     if INTERPRETED:
         return _product
     keys = ["SIDE", "outputs", "inputs", "weight_input"]

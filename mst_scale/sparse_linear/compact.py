@@ -223,7 +223,7 @@ class _Expanded(torch.autograd.Function):
 
 
 def _dense_product(x: Tensor, matrix: Tensor, bias: Tensor | None, across: bool) -> Tensor:
-    """The layer with a dense matrix, as torch's Linear or transformers' Conv1D computes it."""
+    """Compute the layer with a dense matrix, as torch's Linear or transformers' Conv1D does."""
     if not across:
         return F.linear(x, matrix, bias)
     flat = x.reshape(-1, x.shape[-1])

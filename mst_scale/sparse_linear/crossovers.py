@@ -143,7 +143,7 @@ def keep(rows: list[dict[str, Any]]) -> None:
 
 
 def _rows(path: Path) -> list[dict[str, Any]]:
-    """The rows of a file; KeyError, TypeError or ValueError if `keep` did not write it."""
+    """Read the rows of a file; KeyError, TypeError or ValueError if `keep` did not write it."""
     rows = list(json.loads(path.read_text())["crossovers"])
     for row in rows:
         _kind(row)

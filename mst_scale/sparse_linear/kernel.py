@@ -197,7 +197,7 @@ class CompiledProducts:
         assert status == 0, f"{function} returned {status}"
 
     def _call(self, swapped: bool, **others: int | float) -> _Call:
-        """A call whose matrix is the stored one, or its transpose."""
+        """Return a call whose matrix is the stored one, or its transpose."""
         halves = (self._matrix.struct, self._flat), (self._transpose.struct, self._flat_transpose)
         (matrix, flat), (transpose, flat_transpose) = halves[::-1] if swapped else halves
         addresses = {"flat": flat, "flat_transpose": flat_transpose}

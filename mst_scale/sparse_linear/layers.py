@@ -246,7 +246,7 @@ def _forward(module: nn.Linear, product: Product, x: torch.Tensor) -> torch.Tens
 
 
 def _stored_across() -> dict[type, Forward]:
-    """The forward of transformers' Conv1D, if transformers has been imported: only then can a model contain it."""
+    """Return the forward of transformers' Conv1D if transformers is imported: only then can a model contain it."""
     transformers = sys.modules.get("transformers.pytorch_utils")
     return {} if transformers is None else {transformers.Conv1D: _across}
 

@@ -56,7 +56,7 @@ def is_linear(module: nn.Module) -> bool:
 
 
 def check_cuttable(model: nn.Module, deepspeed: Mapping[str, Any], size: int) -> None:
-    """A config with which DeepSpeed would take other batches than it says, or fail in the first forward."""
+    """Reject a config with which DeepSpeed would use other batch sizes than it says, or fail in the first step."""
     shape = [deepspeed.get(key) for key in ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps")]
     total = deepspeed.get("train_batch_size")
     if isinstance(total, int) and not all(isinstance(value, int) for value in shape):

@@ -61,7 +61,7 @@ class CompactStore:
         return self.values.states(i)
 
     def gradient(self, i: int) -> Tensor | None:
-        """The reduced, still loss-scaled gradient of this rank's range of the values; see `put_gradient`."""
+        """Return the reduced, still loss-scaled gradient of this rank's range of the values; see `put_gradient`."""
         return self.values.gradient(i)
 
     def put_gradient(self, i: int, gradient: Tensor) -> None:
@@ -73,7 +73,7 @@ class CompactStore:
         return self.values.within(tensors)
 
     def owner(self, i: int) -> Tensor:
-        """The tensor among the base optimizer's parameters that this parameter's master weights are part of."""
+        """Return the parameter of the base optimizer that this parameter's master weights are part of."""
         return self.values.owner(i)
 
     def second_moment_share(self, i: int) -> float:
@@ -96,7 +96,7 @@ class CompactStore:
     # --- in the coordinates of the matrix ---
 
     def weight(self, i: int) -> Tensor:
-        """This rank's slice of the matrix, a copy if the parameter is compact (collective)."""
+        """Return this rank's slice of the matrix, a copy if the parameter is compact (collective)."""
         return self.values.weight(i) if self.index[i] is None else self.expanded(i, self.values.weight(i))
 
     def expanded(self, i: int, values: Tensor) -> Tensor:
@@ -171,7 +171,7 @@ class CompactStore:
         return mine[: part.length].to(torch.float32)
 
     def _in_slice(self, i: int, device: torch.device) -> tuple[Tensor, int, int]:
-        """The index, and which stretch of it lies in this rank's slice of the matrix."""
+        """Return the index, and the start and end of the part of it in this rank's slice of the matrix."""
         part, positions = self.slices[i], self._index(i).positions.to(device)
         ends = torch.tensor([part.start, part.start + part.length], dtype=positions.dtype, device=device)
         first, last = torch.searchsorted(positions, ends).tolist()

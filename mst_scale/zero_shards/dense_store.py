@@ -44,7 +44,7 @@ class DenseStore(ABC):
         return self._frozen[i]
 
     def owner(self, i: int) -> torch.Tensor:
-        """The tensor among the base optimizer's parameters that this parameter's master weights are part of."""
+        """Return the parameter of the base optimizer that this parameter's master weights are part of."""
         return self._place(i)[0]
 
     def weight(self, i: int) -> torch.Tensor:
@@ -111,7 +111,7 @@ class DenseStore(ABC):
         """
 
     def part(self, i: int, like_owner: torch.Tensor) -> torch.Tensor:
-        """This rank's slice, flat, of a tensor that lies as the master weights do."""
+        """Return this rank's slice, flat, of a tensor that lies as the master weights do."""
         return like_owner.detach().view(-1).narrow(0, self._place(i)[1], self.slices[i].length)
 
     @abstractmethod
@@ -134,7 +134,7 @@ class Replicated(DenseStore):
         return id(self.parameters[i]) in self._masters
 
     def gradient(self, i: int) -> torch.Tensor | None:
-        """The reduced, still loss-scaled gradient of this rank's slice, flat; write back with `put_gradient`."""
+        """Return the reduced, still loss-scaled gradient of this rank's slice, flat; write back with `put_gradient`."""
         gradient = self.parameters[i].grad
         return None if gradient is None else gradient.view(-1)
 

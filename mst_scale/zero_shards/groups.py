@@ -43,7 +43,7 @@ class Groups:
 
 
 def groups_of(engine: Any) -> Groups:
-    """The groups of an engine, made by all ranks together when they are first asked for."""
+    """Return the groups of an engine, made by all ranks together at the first call."""
     made: Groups | None = getattr(engine, MADE, None)
     if made is None:
         made = _made(engine)
@@ -95,7 +95,7 @@ def is_cut_up(engine: Any) -> bool:
 
 
 def _of_stage(stage: int) -> Any:
-    """The ranks of this stage; every rank makes the groups of all."""
+    """Return the group of this stage's ranks; every rank makes the groups of all stages."""
     stages: list[int] = [0] * dist.get_world_size()
     dist.all_gather_object(stages, stage)
     mine = None

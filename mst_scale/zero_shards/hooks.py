@@ -34,7 +34,7 @@ class Follower(Protocol):
         """Gradients are reduced and not yet clipped."""
 
     def before_update(self) -> None:
-        """The optimizer is about to update master weights: there was no overflow, and the gradient's norm is known."""
+        """Prepare the update of the master weights: there was no overflow, and the gradient's norm is known."""
 
     def holds_update(self) -> bool:
         """Whether this step leaves weights and moments as they are."""
@@ -43,16 +43,16 @@ class Follower(Protocol):
         """Zero what is inactive in this rank's slice of an update, flat."""
 
     def after_update(self, tensors: set[int]) -> None:
-        """The optimizer has updated these master tensors (ids); what the forward reads is not yet written."""
+        """Follow the update of these master tensors (ids); what the forward pass reads is not yet written."""
 
     def after_step(self) -> None:
-        """The step is over, taken or skipped."""
+        """Follow the end of a step, taken or skipped."""
 
     def saving(self, checkpoint: Path) -> dict[str, Any]:
         """Write what rides along into a checkpoint's folder; what is returned goes into its client_state."""
 
     def loading(self, checkpoint: Path) -> Callable[[], None]:
-        """A checkpoint is about to be loaded; what is returned undoes the preparation if it is not."""
+        """Prepare for a load of this checkpoint; the returned function undoes that if the load fails."""
 
     def loaded(self, checkpoint: Path, state: dict[str, Any] | None) -> None:
         """Weights and states are loaded; `state` is what `saving` returned then, None where nobody rode along."""
@@ -63,6 +63,8 @@ class Follower(Protocol):
 
 @dataclass(frozen=True)
 class Hook:
+    """One change to a live engine."""
+
     name: str
     changes: str
     """What of the engine it replaces or wraps."""

@@ -55,7 +55,7 @@ def cut_of(parameter: Any) -> Cut:
 
 
 def stored_cut_of(parameter: Any) -> Cut:
-    """The same of what the parameter stores: of a compact one the vector of its values."""
+    """Return the cut of the tensor that a parameter stores, which is the vector of values of a compact one."""
     index = index_of(parameter)
     return cut_of(parameter) if index is None else Cut.whole((index.stored,))
 
@@ -71,7 +71,7 @@ def is_empty(parameter: Any) -> bool:
 
 
 def shape_of(parameter: nn.Parameter) -> tuple[int, ...]:
-    """The shape of the logical tensor."""
+    """Return the shape of the logical tensor."""
     return cut_of(parameter).shape
 
 
@@ -111,7 +111,7 @@ class Layout:
 
 
 def layout_of(model: nn.Module) -> dict[str, dict[str, Any]]:
-    """What a file of this rank's parameters has to say of them."""
+    """Return what a file of this rank's parameters states about their layout."""
     names: Mapping[str, str] = getattr(model, "logical_names", {})
     table = {}
     for name, parameter in model.named_parameters():
@@ -128,8 +128,10 @@ def layout_of(model: nn.Module) -> dict[str, dict[str, Any]]:
 
 
 def _layer_of(model: nn.Module, name: str) -> list[Any]:
-    """Number of the pipeline's layer with whose file DeepSpeed saves a parameter, and its name there; of a tied one
-    the first that has it. Empty without a pipeline."""
+    """Return the number of the pipeline layer in whose file DeepSpeed saves a parameter, and its name there.
+
+    A tied parameter is in the file of its first layer. Without a pipeline the result is empty.
+    """
     if not isinstance(model, PipelineModule):
         return []
     first, _, own = name.partition(".")
@@ -140,7 +142,7 @@ def _layer_of(model: nn.Module, name: str) -> list[Any]:
 
 
 def layout_of_file(checkpoint: Path, state: Mapping[str, Any], several: bool) -> Layout | None:
-    """The layout in a model file's contents; None where the file holds the whole model."""
+    """Return the layout in a model file's contents; None where the file holds the whole model."""
     table = state.get(LAYOUT)
     if table is None and several:
         raise UserError(
@@ -169,8 +171,10 @@ def _autotp_cut(told: Mapping[str, Any]) -> Cut:
 
 
 def cut_from_pieces(shape: tuple[int, ...], pieces: Sequence[AffinePiece]) -> Cut:
-    """The rows × columns that affine pieces make up: the same elements in the flattened whole (source) and in the
-    flattened part (dest)."""
+    """Return the rows × columns that affine pieces make up.
+
+    A piece names the same elements in the flattened whole (source) and in the flattened part (dest).
+    """
     columns = as_matrix(shape)[1]
     runs: dict[tuple[int, int], list[np.ndarray[Any, Any]]] = {}  # columns [a, b) → first of each run, in the whole …
     places: dict[tuple[int, int], list[np.ndarray[Any, Any]]] = {}  # … and in the part
@@ -217,7 +221,7 @@ def _runs(shape: Sequence[int], offset: int, strides: Sequence[int]) -> tuple[np
 
 
 def _split(starts: np.ndarray[Any, Any], piece: AffinePiece, length: int) -> np.ndarray[Any, Any]:
-    """The same runs in parts of `length`."""
+    """Split the runs into parts of `length`."""
     parts = piece.numel // length // len(starts)
     return np.add.outer(starts, np.arange(parts, dtype=np.int64) * length).reshape(-1)
 

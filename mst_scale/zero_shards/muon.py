@@ -42,12 +42,15 @@ OURS = "mst_muon"  # marks what is updated here
 
 
 class MasksUpdates(Protocol):
+    """What Muon calls before it applies an update."""
+
     def holds_update(self) -> bool: ...
 
     def mask_update(self, parameter: nn.Parameter, update: torch.Tensor) -> None: ...
 
 
 def is_muon(engine: Any) -> bool:
+    """Whether the engine's optimizer is DeepSpeed's Muon."""
     return any("use_muon" in group for group in base_optimizer(engine).param_groups)
 
 
@@ -66,7 +69,7 @@ def takes_over(engine: Any, masks_weights: bool) -> bool:
 
 
 def matrices(engine: Any) -> dict[str, nn.Parameter]:
-    """What Muon updates, by name: DeepSpeed has marked it."""
+    """Return the matrices that Muon updates, which DeepSpeed has marked, by name."""
     updated = optimized(engine)
     named = engine.module.named_parameters()
     return {name: p for name, p in named if getattr(p, "use_muon", False) and id(p) in updated}
@@ -146,7 +149,7 @@ class Muon:
                 weight.mul_(1 - group["lr"] * group["weight_decay"]).add_(update, alpha=-group["lr"])
 
     def _blend(self, i: int, beta: float) -> torch.Tensor:
-        """The momentum takes in this rank's gradient; Nesterov's blend of both."""
+        """Add this rank's gradient to the momentum, and return Nesterov's blend of both."""
         owner = self.shards.owner(i)
         state = self.optimizer.state[owner]
         momentum = state.get(MOMENTUM)
@@ -162,7 +165,7 @@ class Muon:
         return gradient.lerp(momentum, beta).to(self.device)
 
     def _orthogonalised(self, turn: Sequence[int], blends: list[torch.Tensor], method: str) -> list[torch.Tensor]:
-        """This rank's slices of these matrices' updates: as many matrices as there are ranks, one for each."""
+        """Return this rank's slices of these matrices' updates; each rank computes the update of one matrix."""
         shapes = [self.shards.slices[i].shape for i in turn]
         if self.group is None:
             return [orthogonalised(blends[0].view(shapes[0]), method).reshape(-1)]
@@ -179,7 +182,7 @@ class Muon:
 
 
 def orthogonalised(matrix: torch.Tensor, method: str) -> torch.Tensor:
-    """The update of a whole matrix, as DeepSpeed scales it; in float32.
+    """Return the update of a whole matrix in float32, scaled as DeepSpeed does.
 
     DeepSpeed compiles Newton-Schulz, and then a matrix's result depends on the shapes that were seen before it.
     """
@@ -217,4 +220,5 @@ def _switch_off(engine: Any) -> None:
 
 
 def install(engine: Any, follower: MasksUpdates) -> None:
+    """Replace DeepSpeed's Muon of this engine by the one here."""
     Muon(engine, follower)

@@ -1,5 +1,6 @@
-"""Finds the copy with which a checkpoint of another number of ranks, or another ZeRO stage, continues, or says how to
-make it.
+"""Finds the copy with which a checkpoint continues on another number of ranks or at another ZeRO stage.
+
+If there is no copy, the error says how to make it.
 
 DeepSpeed's own loading fails for another layout, with an exception that depends on the stages: a ZeRORuntimeException,
 a missing file, an empty AssertionError. `mst reshape CHECKPOINT` writes a copy that every layout can load into the
@@ -77,7 +78,7 @@ def misfit(folder: Path, stage: int, ranks: int) -> str | None:
 
 
 def _folder(load_dir: Path, tag: Any) -> Path | None:
-    """The checkpoint that a call means; None where there is none."""
+    """Return the checkpoint that a call means; None where there is none."""
     latest = load_dir / "latest"
     if tag is None and latest.is_file():
         tag = latest.read_text().strip()

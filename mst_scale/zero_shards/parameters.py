@@ -14,6 +14,7 @@ from mst_scale.comm import Mesh
 
 
 def zero_stage(deepspeed_config: dict[str, Any]) -> int:
+    """Return the ZeRO stage of a config, which is 0 if it names none."""
     return int(deepspeed_config.get("zero_optimization", {}).get("stage", 0))
 
 
@@ -32,7 +33,7 @@ def partitioned_construction(
 
 @contextlib.contextmanager
 def whole(parameter: nn.Parameter) -> Iterator[bool]:
-    """The parameter with all its values, whether or not ZeRO-3 has cut it; what rank 0 writes into it reaches all.
+    """Gather all values of a parameter, whether or not ZeRO-3 has cut it; all ranks receive what rank 0 writes into it.
 
     Yields whether this rank's values are those that count. Uncut parameters are replaced by rank 0's when DeepSpeed
     takes the model over.
@@ -45,4 +46,5 @@ def whole(parameter: nn.Parameter) -> Iterator[bool]:
 
 
 def is_matrix(parameter: nn.Parameter) -> bool:
+    """Whether the logical tensor has at least two dimensions."""
     return len(getattr(parameter, "ds_shape", parameter.shape)) > 1

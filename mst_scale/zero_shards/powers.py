@@ -17,6 +17,7 @@ from mst_scale.zero_shards.step import base_optimizer, on_cpu
 
 
 def multiplies_powers(engine: Any) -> bool:
+    """Whether the base optimizer multiplies up powers of its betas instead of computing them from the step."""
     return _elsewhere(base_optimizer(engine)) is not None
 
 
@@ -33,14 +34,14 @@ def compute_powers(engine: Any) -> None:
 
 
 def _elsewhere(optimizer: Any) -> Callable[[float, float], None] | None:
-    """What updates a number of its own, as number 0; None for an optimizer that keeps no powers."""
+    """Return a function that updates one number apart from the model; None for an optimizer that keeps no powers."""
     if type(optimizer).__name__ == "DeepSpeedCPUAdam":
         return functools.partial(_by_cpu_adam, optimizer)
     return functools.partial(_by_fused, optimizer) if type(optimizer).__name__ == "FusedAdam" and on_cpu() else None
 
 
 def _numbers() -> list[torch.Tensor]:
-    """A gradient, a weight and its two moments."""
+    """Return a gradient, a weight and its two moments."""
     return [torch.zeros(1) for _ in range(4)]
 
 

@@ -44,8 +44,15 @@ def put_reads(engine: Any, name: str, parameter: Any, values: Callable[[Shard], 
 
 
 def put_weights(engine: Any, names: Collection[str], values: Callable[[Shard], torch.Tensor]) -> None:
-    """Write parameters of the model, master weights and what the forward reads; `values` gives those of a shard, flat
-    and in float32. Call it on every rank."""
+    """Write parameters of the model: the master weights and what the forward pass reads.
+
+    Call it on every rank.
+
+    Args:
+        engine: The engine.
+        names: The parameters to write.
+        values: Returns the values of a shard, flat and in float32.
+    """
     parameters = {name: p for name, p in named_parameters(engine.module) if name in names}
     check_engine(engine)
     shards = dense_store(engine, {name: p for name, p in parameters.items() if p.requires_grad})
@@ -59,8 +66,10 @@ def put_weights(engine: Any, names: Collection[str], values: Callable[[Shard], t
 
 
 def stamp(parameter: Any) -> tuple[int, ...]:
-    """Changes when somebody writes the parameter in place or puts another tensor in its place, not when ZeRO gathers
-    it. What is written through `.data` escapes it."""
+    """Return a value that changes when a parameter is written in place or replaced, and not when ZeRO gathers it.
+
+    Writes through `.data` do not change it.
+    """
     part = getattr(parameter, "ds_tensor", None)
     if part is None:
         return parameter._version, parameter.data_ptr()

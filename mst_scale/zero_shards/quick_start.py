@@ -35,7 +35,7 @@ def hasten() -> None:
 
 
 def at_first_call(compiles: Callable[..., Any]) -> Callable[..., Any]:
-    """A decorator like `compiles`, whose work is done when what it has decorated is first called."""
+    """Return a decorator like `compiles` that does its work when the decorated function is first called."""
 
     def decorate(function: Callable[..., Any] | None = None, **options: Any) -> Callable[..., Any]:
         if function is None:

@@ -89,7 +89,7 @@ def why_blocking(engine: Any) -> str | None:
 
 
 def saved_classes() -> list[Any]:
-    """What DeepSpeed's checkpoints hold beside data."""
+    """Return the classes whose objects DeepSpeed's checkpoints hold beside data."""
     from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
     from deepspeed.runtime.zero.config import ZeroStageEnum
     from deepspeed.utils.tensor_fragment import fragment_address
@@ -126,8 +126,7 @@ def after_loading(engine: Any, hook: Callable[[Path], None]) -> None:
 
 
 def carry_along(engine: Any, follower: Any) -> None:
-    """From now on `engine.save_checkpoint` and `engine.load_checkpoint` carry the follower's masks; their arguments
-    stay."""
+    """Make `engine.save_checkpoint` and `engine.load_checkpoint` carry the follower's masks."""
     save, load = engine.save_checkpoint, engine.load_checkpoint
     of_save, of_load = inspect.signature(save), inspect.signature(load)
     indexes = indexes_of(engine.module)
@@ -186,9 +185,11 @@ def consolidate_matrices(engine: Any) -> None:
 def carry_state(
     engine: Any, name: str, saved: Callable[[], dict[str, Any]], loaded: Callable[[dict[str, Any] | None], None]
 ) -> None:
-    """From now on checkpoints hold `saved()` under a name of its own in their client_state; a load gives it to
-    `loaded`, or None where there is none. Both are called on every rank, after the masks' own part. A load of weights
-    alone is none of the run that has saved them."""
+    """Make checkpoints hold `saved()` under a name of its own in their client_state.
+
+    A load passes it to `loaded`, or None where there is none. Both are called on every rank, after the masks' own
+    part. A load of weights alone does not call `loaded`: it does not continue the run that saved them.
+    """
     save, load = engine.save_checkpoint, engine.load_checkpoint
     of_save, of_load = inspect.signature(save), inspect.signature(load)
 
@@ -257,7 +258,7 @@ def _name_parameters(engine: Any) -> None:
 
 @torch.no_grad()
 def _load_universal(engine: Any, folder: Path, buffers: dict[str, torch.Tensor]) -> None:
-    """This rank's slices of weights and optimizer states, and what is the same on every rank."""
+    """Load this rank's slices of weights and optimizer states, and what is the same on every rank."""
     from mst_scale.zero_shards.universal import STATES  # which reads files through this module's classes
     from mst_scale.zero_shards.weight_files import FP32, states_of
 

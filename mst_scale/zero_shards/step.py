@@ -17,11 +17,12 @@ from mst_scale.zero_shards.logical import is_cut, is_empty
 
 
 def base_optimizer(engine: Any) -> Any:
-    """The optimizer that updates master weights, under whatever DeepSpeed has wrapped around it."""
+    """Return the optimizer that updates master weights, without DeepSpeed's wrappers."""
     return getattr(engine.optimizer, "optimizer", engine.optimizer)
 
 
 def optimizer_name(engine: Any) -> str:
+    """Return the class name of the base optimizer."""
     return type(base_optimizer(engine)).__name__
 
 
@@ -172,7 +173,7 @@ def grad_norm(engine: Any) -> float | None:
 
 
 def clip_factor(engine: Any) -> float:
-    """What clipping multiplied the last gradient by."""
+    """Return the factor by which clipping multiplied the last gradient."""
     clip, norm = engine.gradient_clipping(), getattr(engine.optimizer, "_global_grad_norm", None)
     if not clip or norm is None:
         return 1.0
@@ -180,7 +181,7 @@ def clip_factor(engine: Any) -> float:
 
 
 def loss_scale(engine: Any) -> float:
-    """What the gradients are multiplied by before the optimizer's step (1 without fp16)."""
+    """Return the loss scale, by which the gradients are multiplied before the optimizer's step (1 without fp16)."""
     if not engine.fp16_enabled():
         return 1.0
     optimizer = engine.optimizer
@@ -303,8 +304,10 @@ def averages_parts(engine: Any, _: Any = None) -> bool:
 
 
 def passes_of_a_step(engine: Any) -> int:
-    """Backward passes whose gradients add up in a step: of its micro-batches, and of the parts of a sequence, where
-    the gradients of other ranks are averaged."""
+    """Return how many backward passes add up their gradients in a step: one per micro-batch and part of a sequence.
+
+    Gradients of other ranks are averaged.
+    """
     added = engine.zero_optimization_stage() < 3 or averages_parts(engine)
     return int(engine.gradient_accumulation_steps() * (engine.sequence_parallel_size if added else 1))
 

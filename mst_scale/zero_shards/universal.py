@@ -96,14 +96,14 @@ def _optimized(
 
 
 def _refuse_paths(source: Path, names: Iterable[str]) -> None:
-    """A parameter's name becomes a folder's: that of a checkpoint from elsewhere must not lead out of ours."""
+    """Reject parameter names, which become names of folders, that would lead out of the copy's folder."""
     for name in names:
         if name in ("", ".", "..") or "/" in name or "\0" in name:
             raise UserError(f"{source} has a parameter {name!r}, whose name is a path: it is not converted")
 
 
 def _refuse_untrained(source: Path, states: list[dict[str, Any]]) -> None:
-    """What is neither optimized, nor a buffer, nor another name of a tied weight would be lost."""
+    """Reject tensors that are not optimized, a buffer or another name of a tied weight: they would be lost."""
     tied = {name for state in states for name in state.get("shared_params") or ()}
     for state in states:
         module = state["module"] or {}

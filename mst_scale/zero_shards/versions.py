@@ -11,6 +11,7 @@ OLDEST_TORCH = "2.8"
 
 
 def check_versions(deepspeed_version: str = deepspeed.__version__, torch_version: str = torch.__version__) -> None:
+    """Raise an ImportError for versions of DeepSpeed and torch that are not supported."""
     first, last = SUPPORTED_DEEPSPEED
     if not Version(first) <= Version(deepspeed_version) < Version(last):
         raise ImportError(

@@ -62,7 +62,7 @@ class Weights:
     """Of parameters whose parts are shards of a vector of values; for readers they are matrices."""
 
     def read(self, name: str) -> torch.Tensor:
-        """The whole parameter in float32."""
+        """Return the whole parameter in float32."""
         shape = self.shapes[name]
         return self.span(name, 0, math.prod(shape)).view(shape)
 
@@ -71,12 +71,12 @@ class Weights:
         return self.shard(Shard.of_range(name, self.shapes[name], start, end - start))
 
     def shard(self, shard: Shard) -> torch.Tensor:
-        """The values of a shard, flat."""
+        """Return the values of a shard, flat."""
         index = self.compact.get(shard.name)
         return self._stored(shard) if index is None else self._expanded(shard, index)
 
     def _expanded(self, shard: Shard, index: StoredIndex) -> torch.Tensor:
-        """A shard of a compact parameter's matrix."""
+        """Return a shard of a compact parameter's matrix."""
         if (start := shard.in_a_row) is None:
             whole = self._expanded(Shard.whole(shard.name, index.shape), index)
             return whole[shard.logical(torch.arange(shard.length))]
@@ -119,12 +119,12 @@ def _copy(values: torch.Tensor, shard: Shard, flat: torch.Tensor, part: Part) ->
 
 
 def weights_of(checkpoint: Path) -> Weights:
-    """The index of a checkpoint's weights, whichever layout of ranks and ZeRO stage have saved it."""
+    """Return the index of a checkpoint's weights; any layout of ranks and any ZeRO stage may have saved it."""
     return states_of(checkpoint, (FP32,))[FP32]
 
 
 def states_of(checkpoint: Path, keys: Iterable[str]) -> dict[str, Weights]:
-    """The same of several things that lie as the weights do: `FP32`, and optimizer states by their key."""
+    """Return the indexes of several things that lie as the weights do: `FP32`, and optimizer states by their key."""
     if (checkpoint / "zero").is_dir():
         return {key: _universal(checkpoint, key) for key in keys}
     found: dict[str, Weights] = {key: Weights({}, {}) for key in keys}
@@ -153,7 +153,7 @@ def states_of(checkpoint: Path, keys: Iterable[str]) -> dict[str, Weights]:
 
 
 def model_files(checkpoint: Path) -> list[list[Path]]:
-    """The model's files, those of each slice and stage together; at stage 3 one of every rank."""
+    """Return the model's files, grouped by slice and stage; at stage 3, one of every rank."""
     files = sorted(checkpoint.glob("*mp_rank_*_model_states.pt"), key=lambda path: (_model_rank(path), rank_of(path)))
     if not files:
         raise UserError(f"{checkpoint} holds no *_model_states.pt: it is not a checkpoint of DeepSpeed")
@@ -166,7 +166,7 @@ def _model_rank(path: Path) -> int:
 
 
 def untrained_of(checkpoint: Path) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-    """What a checkpoint's first file holds beside weights, and frozen parameters and buffers by name.
+    """Return what a checkpoint's first file holds beside weights, and frozen parameters and buffers by name.
 
     Stage 3 cuts frozen parameters evenly over the ranks' files.
     """
@@ -187,8 +187,10 @@ _KEPT: list[dict[Path, State]] = []  # of each `maps_kept` under way
 
 @contextlib.contextmanager
 def maps_kept() -> Iterator[None]:
-    """Whoever reads all of a checkpoint opens each file once, not for each parameter; what is mapped is not in memory
-    for good."""
+    """Keep files open in this block, so that reading a whole checkpoint opens each file once.
+
+    They are mapped into memory, and unmapped at the end.
+    """
     _KEPT.append({})
     try:
         yield
@@ -197,7 +199,7 @@ def maps_kept() -> Iterator[None]:
 
 
 def opened(path: Path) -> State:
-    """A file's contents, tensors mapped and not read."""
+    """Return a file's contents, with tensors mapped and not read."""
     if not _KEPT:
         return _opened(path)
     if path not in _KEPT[-1]:
@@ -214,6 +216,7 @@ def _opened(path: Path) -> State:
 
 
 def rank_of(path: Path) -> int:
+    """Return the rank that saved a file, by its name."""
     found = re.search(r"zero_pp_rank_(\d+)_", path.name)
     return int(found[1]) if found else 0
 
@@ -222,7 +225,7 @@ def rank_of(path: Path) -> int:
 
 
 def _flat_group(key: str, group: int, state: State) -> torch.Tensor:
-    """A vector of weights or, as it lies, of an optimizer state."""
+    """Return a vector of weights or, as it lies, of an optimizer state."""
     optimizer = state["optimizer_state_dict"]
     if key != FP32:
         kept = optimizer.get("base_optimizer_state") or optimizer["optimizer_state_dict"]
@@ -245,7 +248,7 @@ def _sharded(files: list[Path], state: State, key: str, layout: Layout | None) -
 
 
 def _told(name: str, shape: tuple[int, ...], layout: Layout | None) -> tuple[str, Cut]:
-    """A parameter's name and cut in the logical model, from its own in the file."""
+    """Return a parameter's name and cut in the logical model, from its own in the file."""
     return (name, Cut.whole(shape)) if layout is None else layout.of(name, shape)
 
 
@@ -326,7 +329,7 @@ def _replicated(path: Path, state: State, key: str, layout: Layout | None) -> di
 
 
 def _held(path: Path, state: State, layout: Layout | None) -> dict[str, Held]:
-    """The parameters of a model's file; those of a pipeline's stage lie in a file for each layer and slice."""
+    """Return the parameters of a model's file; those of a pipeline's stage lie in a file for each layer and slice."""
     if state["module"] is not None:
         names = [name for name in state["module"] if name not in (state.get("buffer_names") or [])]
         return {name: Held(path, partial(_of_module, name)) for name in names}
@@ -344,7 +347,7 @@ def _held(path: Path, state: State, layout: Layout | None) -> dict[str, Held]:
 
 
 def base_state(optimizer: State) -> dict[str, Any]:
-    """The base optimizer's state, under what stage 0 wraps around it with bf16 and fp16."""
+    """Return the base optimizer's state, without what stage 0 wraps around it with bf16 and fp16."""
     optimizer = optimizer or {}
     return optimizer.get("optimizer_state_dict", optimizer)
 

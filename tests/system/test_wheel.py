@@ -84,6 +84,7 @@ def test_what_is_in_it(wheel):
     studies = [*ROOT.glob("benchmarks/studies/*.py"), *ROOT.glob("benchmarks/studies/*.json")]
     shipped = [
         *ROOT.glob("benchmarks/*.py"),
+        *ROOT.glob("benchmarks/goodput_parts/*.py"),
         *ROOT.glob("benchmarks/gpu_parts/*.py"),
         *studies,
         *ROOT.glob("ds_configs/*.json"),

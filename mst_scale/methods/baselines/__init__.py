@@ -2,7 +2,7 @@
 
 powerprop, spartan, top_kast, n_of_m  transform the stored weights, or select the largest ones
 monarch, pixelfly                     replace a matrix by structured factors
-larger_models                         stack the layers of a smaller run, or map its weights (stack, ligo)
+larger_models                         stack the layers of a smaller run, or map its weights (stack, expand, ligo)
 """
 
 BASELINES = {
@@ -13,6 +13,7 @@ BASELINES = {
     "s-ste": "n_of_m",
     "spartan": "spartan",
     "sr-ste": "n_of_m",
+    "expand": "larger_models",
     "stack": "larger_models",
     "top-kast": "top_kast",
 }

@@ -1,8 +1,12 @@
-"""Implements G_stack and LiGO, which train a large model from the weights of a smaller one.
+"""Implements G_stack, depth expansion and LiGO, which train a large model from the weights of a smaller one.
 
 G_stack stacks the layers of a shallow model g times; layer l of L is layer l mod L/g. Embeddings, the last norm and the
 head are copied, and the widths are those of the small model. The optimizer and the learning-rate schedule restart. The
 paper recommends g = 4 and a briefly trained small model (about 10 billion tokens for 300 billion of the large one).
+
+Depth expansion trains a model of one or a few layers for most of the run, at a learning rate that does not decay, and
+adds all other layers at once behind them, late. New layers are copies, random, or copies that add nothing at first
+(their output projections are zero, so the larger model computes the same as the smaller one).
 
 In LiGO, the large weights are a linear function of the small ones, which is trained for a few steps. Widths grow by
 matrices B (larger × smaller) and depth by matrices D (layers × layers), with one D for each kind of weight:
@@ -25,7 +29,7 @@ identical gradients. `steps` steps of Adam train all B and D on the loss of the 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from mst_scale.errors import UserError
 from mst_scale.methods.method import Gradients, Growth, Method, NoOptions, Shape
@@ -49,6 +53,16 @@ def _outside_blocks(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name: weight for name, weight in weights.items() if not name.startswith(BLOCK)}
 
 
+def _check_same_widths(small: Shape, large: Shape, method: str) -> None:
+    for name, key in (("n_embd", "n_embd"), ("n_head", "n_head"), ("ffw", "d_ff")):
+        mine, theirs = getattr(large, name), getattr(small, name)
+        if mine != theirs:
+            raise UserError(
+                f"model.{key} = {mine}, but the smaller model has {theirs}, and method {method} keeps widths: use the "
+                "same value, or method ligo"
+            )
+
+
 class Stack(Growth):
     """Repeats the layers of the smaller model in their order."""
 
@@ -57,17 +71,11 @@ class Stack(Growth):
 
     def check_supported(self, small: Shape, large: Shape) -> None:
         super().check_supported(small, large)
-        for name, key in (("n_embd", "n_embd"), ("n_head", "n_head"), ("ffw", "d_ff")):
-            mine, theirs = getattr(large, name), getattr(small, name)
-            if mine != theirs:
-                raise UserError(
-                    f"model.{key} = {mine}, but the smaller model has {theirs}, and method stack keeps widths: use the "
-                    "same value, or method ligo"
-                )
+        _check_same_widths(small, large, "stack")
         if large.n_layer % small.n_layer:
             raise UserError(
                 f"model.n_layer = {large.n_layer} is not a multiple of the smaller model's {small.n_layer}: choose a "
-                "multiple, or method ligo"
+                "multiple, or method expand or ligo"
             )
 
     def grow(
@@ -78,6 +86,54 @@ class Stack(Growth):
             for part in _parts_of_blocks(weights):
                 grown[f"{BLOCK}{layer}.{part}"] = weights[f"{BLOCK}{layer % small.n_layer}.{part}"]
         return grown
+
+
+@block("mst.options")
+class ExpandOptions:
+    """Options of method `expand`."""
+
+    new_layers: Literal["copy", "random", "zero"] = Field(
+        "copy", description="`copy`: copies of the layers in their order; `random`: initial weights; `zero`: copies "
+        "that add nothing at first.",
+    )  # fmt: skip
+
+
+class Expand(Growth):
+    """Puts new layers behind those of the smaller model."""
+
+    def __init__(self, options: ExpandOptions):
+        self.new_layers = options.new_layers
+
+    def check_supported(self, small: Shape, large: Shape) -> None:
+        super().check_supported(small, large)
+        _check_same_widths(small, large, "expand")
+
+    def grow(
+        self, weights: Mapping[str, Tensor], small: Shape, large: Shape, gradients: Gradients, seed: int
+    ) -> dict[str, Tensor]:
+        grown = dict(weights)
+        residual = large.init_std / (2 * large.n_layer) ** 0.5
+        for layer in range(small.n_layer, large.n_layer):
+            for part in _parts_of_blocks(weights):
+                name, weight = f"{BLOCK}{layer}.{part}", weights[f"{BLOCK}{layer % small.n_layer}.{part}"]
+                to_stream = part.startswith(("attention.proj", "mlp.down"))
+                if self.new_layers == "copy" or (self.new_layers == "zero" and not to_stream):
+                    grown[name] = weight
+                elif self.new_layers == "zero" or part.endswith("bias"):
+                    grown[name] = weight * 0
+                elif part.startswith(NORMS):
+                    grown[name] = weight * 0 + 1
+                else:
+                    std = residual if to_stream else large.init_std
+                    grown[name] = _drawn(weight, std, counter_hash(seed, "expand", name))
+        return grown
+
+
+def _drawn(like: Tensor, std: float, seed: int) -> Tensor:
+    """Return normally distributed initial weights, the same on every device."""
+    import torch
+
+    return (std * torch.randn(like.shape, generator=torch.Generator().manual_seed(seed))).to(like)
 
 
 STREAM, HIDDEN = "stream", "hidden"
@@ -238,6 +294,13 @@ METHODS = {
         "Du et al. 2024, Stacking Your Transformers: A Closer Look at Model Growth for Efficient LLM Pre-Training, "
         "arXiv 2405.15319",
         growth=Stack,
+    ),
+    "expand": Method(
+        "a smaller run's layers, with new ones behind them; then dense, or any schedule",
+        DENSE,
+        "Bu 2025, Scaling depth capacity via zero/one-layer model expansion, arXiv 2511.04981",
+        options=ExpandOptions,
+        growth=Expand,
     ),
     "ligo": Method(
         "a smaller run's weights, grown by a trained linear map; then dense, or any schedule",

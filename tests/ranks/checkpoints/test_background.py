@@ -166,6 +166,71 @@ def test_a_full_disk_costs_this_save_alone(tmp_path):
     assert store.list_tags(tmp_path) == ["step00000003", "step00000001"]
 
 
+def without_memory(saves, folder):
+    """The kernel has no memory for the copy of rank 1, once to begin with and once to grow."""
+    from mst_scale.comm import FailedElsewhere
+
+    raised = []
+
+    def attempt(step, size):
+        try:
+            save(saves, folder, step, size)
+        except (OSError, FailedElsewhere) as error:
+            raised.append(type(error).__name__)
+        return saves.pending
+
+    def fails(*args, **named):
+        raise OSError(12, "Cannot allocate memory")
+
+    create, grow = os.memfd_create, snapshot.mmap.mmap
+    if saves.ranks.rank == 1:
+        os.memfd_create = fails
+    pending = [attempt(1, 1000)]
+    os.memfd_create = create
+    save(saves, folder, 2, 1000)
+    saves.finish()
+    if saves.ranks.rank == 1:
+        snapshot.mmap.mmap = fails
+    pending.append(attempt(3, 1_000_000))
+    snapshot.mmap.mmap = grow
+    save(saves, folder, 4, 1_000_000)
+    return raised, pending, saves.finish()
+
+
+def test_a_copy_for_which_there_is_no_memory_fails_on_all_ranks_alike(tmp_path):
+    results = [found for found, _ in pool.run(run, 2, str(tmp_path), without_memory)]
+    assert [raised for raised, _, _ in results] == [["FailedElsewhere"] * 2, ["OSError"] * 2]
+    assert all(pending == [False, False] and after == (4, None) for _, pending, after in results)
+    assert store.list_tags(tmp_path) == ["step00000004", "step00000002"]
+
+
+def without_process(saves, folder):
+    """On rank 1 no process can be started for the first save."""
+    import subprocess
+
+    from mst_scale.checkpoints import background
+
+    def fails(*args, **named):
+        raise OSError(11, "Resource temporarily unavailable")
+
+    start = subprocess.Popen
+    if saves.ranks.rank == 1:
+        background.subprocess.Popen = fails
+    try:
+        save(saves, folder, 1)
+    finally:
+        background.subprocess.Popen = start
+    found = saves.finish()
+    save(saves, folder, 2)
+    return found, saves.finish()
+
+
+def test_a_writer_that_cannot_be_started_costs_this_save_alone(tmp_path):
+    for (found, after), _ in pool.run(run, 2, str(tmp_path), without_process):
+        assert found.step == 1 and "cannot be started" in found.error and after == (2, None)
+    assert store.list_tags(tmp_path) == ["step00000002"]
+
+
 def test_the_bytes_are_those_of_torch_save(tmp_path):
     weight = torch.randn(100, 100)
     state = {

@@ -161,12 +161,40 @@ def test_a_killed_writer_costs_one_checkpoint_and_not_the_run(tmp_path, undistur
     assert_equal(tmp_path / "out", undisturbed)
 
 
-def test_saves_that_keep_failing_end_the_run_as_blocking_ones_do(tmp_path):
-    argv = arguments(tmp_path, "out", "--steps", "40")
-    results = pool.run(kill_writers, 2, argv, (8, 12, 16))
-    assert [code for code, _ in results] == [1, 1]
-    assert store.list_tags(tmp_path / "out" / "checkpoints") == ["step00000004"]
-    assert tiny_run.rows(tmp_path / "out")[-1]["step"] == 20
+def test_saves_that_keep_failing_do_not_end_the_run(tmp_path):
+    argv = arguments(tmp_path, "out", "--steps", "28")
+    results = pool.run(kill_writers, 2, argv, (8, 12, 16, 20))
+    assert [code for code, _ in results] == [0, 0], results
+    assert "step 20 was not saved (failed saves in a row: 4)" in results[0][1]
+    assert store.list_tags(tmp_path / "out" / "checkpoints") == ["step00000028", "step00000024"]
+    assert tiny_run.rows(tmp_path / "out")[-1]["step"] == 28
+
+
+def without_memory(rank: int, world: int, argv: list[str]) -> tuple[int, str]:
+    """The kernel has no memory for the first copy of rank 1."""
+    create, calls = os.memfd_create, []
+
+    def fails(name: str) -> int:
+        calls.append(name)
+        if len(calls) == 1 and rank == 1:
+            raise OSError(12, "Cannot allocate memory")
+        return create(name)
+
+    os.memfd_create = fails
+    try:
+        return logged_attempt(rank, world, argv)
+    finally:
+        os.memfd_create = create
+
+
+def test_training_waits_for_a_checkpoint_of_which_there_is_no_copy(tmp_path, undisturbed):
+    results = pool.run(without_memory, 2, arguments(tmp_path, mst=MST))
+    assert [code for code, _ in results] == [0, 0], results
+    assert "Cannot allocate memory" in results[1][1] and "training waits until it is written" in results[1][1]
+    events = json.loads((tmp_path / "out" / "run.json").read_text())["events"]
+    assert not [event for event in events if event["what"] == "failed save"]
+    assert tiny_run.rows(tmp_path / "out")[4]["save_s"] > 0, "step 4 was saved"
+    assert_equal(tmp_path / "out", undisturbed)
 
 
 def is_running(pid: int) -> bool:

@@ -144,12 +144,19 @@ def test_a_checkpoint_folder_that_vanishes_is_made_again(tmp_path):
     assert store.damage(tmp_path / "out" / "checkpoints" / "step00000008") == []
 
 
-def test_saves_that_keep_failing_end_the_run_with_the_good_checkpoint_whole(tmp_path):
-    results = pool.run(troubled, 2, arguments(tmp_path, "out", "--steps", "30"), full_disk, (2, 3, 4))
+def test_saves_that_keep_failing_do_not_end_the_run(tmp_path):
+    argv = arguments(tmp_path, "out", "--steps", "22", "--set", "training.keep_checkpoints=3")
+    results = pool.run(troubled, 2, argv, full_disk, (2, 3, 4))
+    assert [code for code, _ in results] == [0, 0], results
+    assert "step 16 was not saved (failed saves in a row: 3)" in results[0][1]
+    assert tags(tmp_path / "out") == ["step00000004", "step00000020", "step00000022"]
+
+
+def test_a_run_whose_last_step_cannot_be_saved_ends_with_the_good_checkpoint_whole(tmp_path):
+    results = pool.run(troubled, 2, arguments(tmp_path, "out", "--steps", "6"), full_disk, (2,))
     assert [code for code, _ in results] == [1, 1]
     assert tags(tmp_path / "out") == ["step00000004"]
     assert store.damage(tmp_path / "out" / "checkpoints" / "step00000004") == []
-    assert tiny_run.rows(tmp_path / "out")[-1]["step"] == 16
 
 
 def test_the_time_of_a_save_is_logged(tmp_path):

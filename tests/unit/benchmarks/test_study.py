@@ -13,7 +13,7 @@ import time
 
 import pytest
 from mst_scale.benchmarks.studies import corpus, outcome, overview, records, runner
-from mst_scale.benchmarks.studies.plan import FOLDER, Cell, digest_of, job, read_plan
+from mst_scale.benchmarks.studies.plan import FOLDER, Cell, digest_of, job, model_of, read_plan
 
 from mst_scale.benchmarks import study
 from mst_scale.config import METHODS, in_steps, load
@@ -388,11 +388,40 @@ def test_errors_are_reported(folder):
         read_plan("bad", folder)
 
 
+@pytest.mark.parametrize(
+    ("name", "reference"), [("expand", "dense"), ("token-limited", "dense"), ("twice", "sparse-half")]
+)
+def test_variants_of_a_planned_study_spend_equal_flops(name, reference):
+    plan = read_plan(name)
+    jobs = {cell: job(plan, cell, plan.rates_of(cell)[0], 0, "corpora/study") for cell in plan.cells()}
+    of = {(c.size, c.budget): one.flops for c, one in jobs.items() if (c.variant, c.share) == (reference, 1.0)}
+    for cell, one in jobs.items():
+        assert one.flops == pytest.approx(cell.share * of[cell.size, cell.budget], rel=0.01), cell
+
+
+def test_twice_compares_with_dense_models_of_at_most_as_many_nonzero_weights():
+    plan = read_plan("twice")
+
+    def nonzero(cell):
+        model = model_of(plan, cell)
+        mst = job(plan, cell, 0.004, 0, "corpora/study").experiment.mst
+        sparsity = 0 if mst.stays_dense else mst.sparsity.max
+        matrices = 12 * model.n_layer * model.n_embd**2 + 257 * model.n_embd
+        return matrices * (1 - sparsity) + 128 * model.n_embd
+
+    cells = plan.cells()
+    for size in plan.sizes:
+        (sparse,) = (nonzero(cell) for cell in cells if (cell.size, cell.variant) == (size, "sparse-half"))
+        dense = [nonzero(cell) for cell in cells if cell.size == size and cell.variant != "sparse-half"]
+        assert dense and all(0.97 * sparse < each <= sparse for each in dense)
+
+
 def test_all_baselines_are_there_and_use_the_flops_of_a_dense_run():
     plan = read_plan("rivals")
     methods = {variant.method for variant in plan.variants.values()}
     others = {"tiny", "dense-short", "fixed", "sparse", "sd", "dsd", "gd"}  # another model, a length, variants of mst
-    assert methods == set(METHODS) - others - {"channels"}  # a prototype, once its plan has been read
+    own = {"expand"}  # has a study of its own
+    assert methods == set(METHODS) - others - own - {"channels"}  # a prototype, once its plan has been read
     jobs = {cell: job(plan, cell, plan.rates_of(cell)[0], 1, "corpora/study") for cell in plan.cells()}
     budget = next(one.flops for cell, one in jobs.items() if (cell.variant, cell.share) == ("dense", 1.0))
     for cell, one in jobs.items():

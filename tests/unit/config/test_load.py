@@ -233,7 +233,7 @@ def test_model_presets_fill_in_under_the_users_keys():
         ({"mst": {"method": "rigl", "options": {"n": 2}}}, "unknown key 'mst.options.n': mst.options takes no"),
         (
             {"mst": {"method": "rigl", "grow_from": "runs/small"}},
-            "mst.grow_from is for methods ligo and stack, not for rigl: leave it out",
+            "mst.grow_from is for methods expand, ligo and stack, not for rigl: leave it out",
         ),
         ({"mst": {"sparsity": {"max": "0.9"}}}, "mst.sparsity.max must be .*, not '0.9'"),
         ({"mst": {"sparsity": {"max": 1.0}}}, "mst.sparsity.max must be .*, not 1.0"),

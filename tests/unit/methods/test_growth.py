@@ -56,6 +56,32 @@ def test_stack_repeats_the_layers_in_their_order():
         assert torch.equal(weight, small[".".join(parts)]), name
 
 
+@pytest.mark.parametrize("new_layers", ["copy", "random", "zero"])
+def test_expand_puts_layers_behind_those_of_the_smaller_model(new_layers):
+    config = replace(SMALL, n_layer=2, bias=True)
+    large, small = replace(config, n_layer=5), weights_of(config)
+    grown = growth("expand", new_layers=new_layers).grow(small, config, large, no_gradients, 7)
+    fresh = GPT(large)
+    assert {name: tuple(weight.shape) for name, weight in grown.items()} == {
+        name: tuple(parameter.shape) for name, parameter in fresh.named_parameters()
+    }
+    assert all(torch.equal(grown[name], weight) for name, weight in small.items()), "what was there stays"
+    if new_layers == "zero":
+        torch.testing.assert_close(logits(large, grown), logits(config, small), rtol=1e-12, atol=1e-12)
+    if new_layers == "copy":
+        assert torch.equal(grown["blocks.4.mlp.up.weight"], small["blocks.0.mlp.up.weight"])
+    if new_layers == "random":
+        again = growth("expand", new_layers=new_layers).grow(small, config, large, no_gradients, 7)
+        other = growth("expand", new_layers=new_layers).grow(small, config, large, no_gradients, 8)
+        assert all(torch.equal(grown[name], again[name]) for name in grown)
+        assert not torch.equal(grown["blocks.3.mlp.up.weight"], other["blocks.3.mlp.up.weight"])
+        for name, parameter in fresh.named_parameters():
+            if name.startswith(("blocks.2", "blocks.3", "blocks.4")):
+                spread = float(parameter.detach().std())
+                assert float(grown[name].std()) == pytest.approx(spread, rel=0.2, abs=1e-12), name
+                assert float(grown[name].mean()) == pytest.approx(float(parameter.detach().mean()), abs=3e-3), name
+
+
 @pytest.mark.parametrize(("tied", "bias"), [(True, False), (True, True), (False, True)])
 def test_ligo_matrix_by_matrix(tied, bias):
     """Any B and D, in the paper's form: W_l = Σ_k D_lk · B_out W_k A_inᵀ, with A = B over the number of copies."""
@@ -216,6 +242,9 @@ def test_flops_of_the_operators_by_hand():
         ("stack", "n_embd", {"n_layer": 4, "n_embd": 32}),
         ("stack", "n_head", {"n_layer": 4, "n_head": 4}),
         ("stack", "d_ff", {"n_layer": 4, "d_ff": 65}),
+        ("expand", "n_layer", {"n_layer": 1}),
+        ("expand", "n_embd", {"n_layer": 3, "n_embd": 32}),
+        ("expand", "d_ff", {"n_layer": 3, "d_ff": 65}),
         ("ligo", "n_layer", {"n_layer": 1}),
         ("ligo", "n_embd", {"n_embd": 8, "n_head": 1}),
         ("ligo", "d_ff", {"d_ff": 60}),
@@ -238,6 +267,11 @@ def test_a_bert_is_not_grown():
     bert = replace(SMALL, arch="bert")
     with pytest.raises(UserError, match=r"model\.arch"):
         growth("stack").check_supported(bert, replace(bert, n_layer=4))
+
+
+def test_new_layers_are_one_of_three():
+    with pytest.raises(UserError, match=r"mst.options.new_layers"):
+        METHODS["expand"].options(new_layers="big")
 
 
 @pytest.mark.parametrize("options", [{"steps": -1}, {"rate": 0.0}, {"noise": -0.1}])

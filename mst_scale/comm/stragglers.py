@@ -1,0 +1,100 @@
+"""Names a rank that works, but much slower than the others, which wait for it in every step.
+
+    own time of a step = time to fetch its batches + time of its forward passes
+
+Times of whole steps do not tell, because every rank waits for the slowest. The own time does not include such waits at
+ZeRO 0 to 2; where forward passes wait for other ranks (ZeRO-3, tensor and sequence parallelism), only a rank that is
+slow to fetch its batches is found.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import statistics
+import time
+from typing import Any, NamedTuple
+
+from mst_scale.comm.ranks import Ranks
+
+LOOK_EVERY = 50  # steps; the medians of so many steps are compared
+FACTOR = 1.5  # over the median of the other ranks
+LEAST_SECONDS = 0.02  # by which a step must be longer
+REPEATED = 600.0  # seconds before the same run is reported slow again
+
+
+class Straggler(NamedTuple):
+    """A slow rank, and the medians of its own time per step and of that of the others, in seconds."""
+
+    rank: int
+    where: str
+    seconds: float
+    others: float
+
+
+class Stragglers:
+    """Measures the own time of each step on this rank, and compares it with that of the other ranks.
+
+    Args:
+        ranks: all ranks, which call `look` together.
+        module: the model; its forward passes in training are measured.
+    """
+
+    def __init__(self, ranks: Ranks, module: Any):
+        self.ranks = ranks
+        self._steps: list[float] = []
+        self._fetching = 0.0
+        self._passes: list[tuple[Any, Any]] = []
+        self._began: Any = None
+        self._reported: float | None = None
+        self._cuda = any(parameter.is_cuda for parameter in module.parameters())
+        if ranks.world_size > 1:
+            module.register_forward_pre_hook(self._begin)
+            module.register_forward_hook(self._end)
+
+    def fetched(self, seconds: float) -> None:
+        """Add the time that this rank took to fetch a batch."""
+        self._fetching += seconds
+
+    def stepped(self) -> None:
+        """Note that a step is over whose loss has been read, so that the device has finished its forward passes."""
+        measured = [begin.elapsed_time(end) / 1e3 if self._cuda else end - begin for begin, end in self._passes]
+        self._steps.append(self._fetching + sum(measured))
+        self._fetching, self._passes = 0.0, []
+
+    def look(self) -> Straggler | None:
+        """Return the slowest rank if it is much slower than the others and was not reported lately, on all ranks."""
+        import torch.distributed as dist
+
+        if len(self._steps) < LOOK_EVERY or self.ranks.world_size == 1:
+            return None
+        mine = (statistics.median(self._steps), f"{socket.gethostname()}, process {os.getpid()}")
+        self._steps = []
+        found: list[Any] = [None] * self.ranks.world_size
+        dist.all_gather_object(found, mine, group=self.ranks.control)
+        slowest = max(range(len(found)), key=lambda rank: found[rank][0])
+        others = statistics.median(seconds for rank, (seconds, _) in enumerate(found) if rank != slowest)
+        seconds, where = found[slowest]
+        if seconds < FACTOR * others or seconds - others < LEAST_SECONDS:
+            return None
+        if self._reported is not None and time.monotonic() - self._reported < REPEATED:
+            return None
+        self._reported = time.monotonic()
+        return Straggler(slowest, where, seconds, others)
+
+    def _now(self) -> Any:
+        if not self._cuda:
+            return time.perf_counter()
+        import torch
+
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def _begin(self, module: Any, inputs: Any) -> None:
+        self._began = self._now() if module.training else None
+
+    def _end(self, module: Any, inputs: Any, outputs: Any) -> None:
+        if self._began is not None:
+            self._passes.append((self._began, self._now()))
+            self._began = None
