@@ -29,8 +29,8 @@ One optimizer step, with what is added to DeepSpeed's own marked by *:
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import asdict, replace
 from logging import INFO
 from pathlib import Path
@@ -344,6 +344,14 @@ class SparseTraining:
         with self._span():
             for component in self.components:
                 component.after_step(self._updated)
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """Let forward and backward passes inside this context not count for the step under way."""
+        with ExitStack() as stack:
+            for component in self.components:
+                stack.enter_context(component.aside())
+            yield
 
     def _span(self) -> AbstractContextManager[Any]:
         moving = self.masks_weights and self.topology.under_way is not None

@@ -88,12 +88,13 @@ class Job:
         self.node_list = os.environ.get("SLURM_JOB_NODELIST", "")
         # Ranks make these files, as both a saved and a finished run end with code 0, and a preemption with a grace time
         # reaches the ranks alone; and srun's exit code is the highest of all, that of a task which it ended (143).
-        self._stopped, self._refused, self._diverged = (scratch / name for name in ("stopped", "refused", "diverged"))
-        self._lost = scratch / "lost"
+        names = ("stopped", "refused", "diverged", "corrupted", "lost")
+        self._stopped, self._refused, self._diverged, self._corrupted, self._lost = (scratch / name for name in names)
         os.environ.update(
             MST_STOPPED=str(self._stopped),
             MST_REFUSED=str(self._refused),
             MST_DIVERGED=str(self._diverged),
+            MST_CORRUPTED=str(self._corrupted),
             MST_FAILED=str(self._lost),
         )
         # The failures of this job's earlier starts, kept in its comment: Slurm's own count includes preemptions.
@@ -118,7 +119,7 @@ class Job:
         Every start gets another port, as the one before may still be closing its connections. From 32768 on the system
         gives ports to any connection.
         """
-        for file in (self._stopped, self._refused, self._diverged, self._lost):
+        for file in (self._stopped, self._refused, self._diverged, self._corrupted, self._lost):
             file.unlink(missing_ok=True)
         requeues = int(os.environ.get("SLURM_RESTART_COUNT") or 0)
         first = step.names[0] if step.names else _hosts(self.node_list)[0]
@@ -129,6 +130,8 @@ class Job:
         code = self.supervisor.run(command, variables=step.variables(), leave=self.is_stuck if step.names else None)
         if self._refused.exists():
             return 2
+        if self._corrupted.exists():
+            return 4
         return 3 if self._diverged.exists() else code
 
     def is_stuck(self) -> bool:

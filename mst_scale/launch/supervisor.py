@@ -72,8 +72,8 @@ class Supervisor:
             leave: Called every second; once it returns True, the ranks save and end as after a signal.
 
         Returns:
-            The exit code of the first that failed, or 0. 2 (usage error) and 3 (diverged) come before any other code:
-            they are those of ranks, and tell more than the 1 of ranks that were ended.
+            The exit code of the first that failed, or 0. 2 (usage error), 3 (diverged) and 4 (corrupted) come before
+            any other code: they are those of ranks, and tell more than the 1 of ranks that were ended.
         """
         if self.asked_to_stop():
             return NOT_BEGUN
@@ -104,7 +104,7 @@ class Supervisor:
                 if child.poll() is not None:
                     del self._children[pid]
                     code = child.returncode if child.returncode >= 0 else 128 - child.returncode
-                    if code and (worst == 0 or code in (2, 3)):
+                    if code and (worst == 0 or code in (2, 3, 4)):
                         worst = code
                     if code and patience is not None and ask_at is None:
                         ask_at = time.monotonic() + patience

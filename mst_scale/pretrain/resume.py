@@ -66,7 +66,7 @@ def choose_checkpoint(out: Path, resume: str, ranks: Ranks) -> Path | None:
             ranks.fail(UserError(f"{out} already contains a run: choose another --out, or --resume auto"))
         return None
     if resume == "auto":
-        tag = store.newest(folder, ranks)
+        tag = _newest_verified(out, existing, ranks)
         if existing and tag is None:
             ranks.fail(OSError(f"every checkpoint in {folder} is damaged: start a new run with another --out"))
         return None if tag is None else folder / tag
@@ -75,6 +75,26 @@ def choose_checkpoint(out: Path, resume: str, ranks: Ranks) -> Path | None:
         ranks.fail(UserError(f"--resume {resume}: there is no such checkpoint in {folder}: {found}"))
     ranks.agree(lambda: store.check_undamaged(folder / resume, ranks))
     return folder / resume
+
+
+def _newest_verified(out: Path, existing: list[str], ranks: Ranks) -> str | None:
+    """Return the latest complete checkpoint, or after silent corruption the latest that is known to be older than it.
+
+    If there is none, this is the oldest one, and a warning says so.
+    """
+    folder = out / "checkpoints"
+    verified = ranks.on_first(lambda: run_file.verified(out / "run.json"))
+    if verified is None or not existing:
+        return store.newest(folder, ranks)
+    tag = store.newest(folder, ranks, before=verified + 1)
+    if tag is None:
+        oldest = int(existing[-1].removeprefix("step"))
+        tag = store.newest(folder, ranks, before=oldest + 1)
+        logger.warning(
+            "the last start found silent corruption, and no checkpoint is of step %d, the last verified one, or an "
+            "earlier step: %s may contain it", verified, folder / (tag or existing[-1]),
+        )  # fmt: skip
+    return tag
 
 
 def _effective(resume: str, out: Path) -> str:

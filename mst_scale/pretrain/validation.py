@@ -23,7 +23,7 @@ from pydantic import ValidationError
 
 from mst_scale import zero_shards
 from mst_scale.comm import Mesh, logger
-from mst_scale.config import Experiment
+from mst_scale.config import Experiment, TrainingConfig
 from mst_scale.config.parallel import sizes_of, without_sizes
 from mst_scale.config.support import precision_of, stage_of
 from mst_scale.errors import UserError, format_value
@@ -50,6 +50,18 @@ def validate(experiment: Experiment, ranks: int, mesh: Mesh | None = None) -> No
     _validate_deepspeed_keys(without_sizes(experiment.deepspeed), mesh)
     _validate_optimizer(experiment)
     _validate_monitors(experiment.deepspeed)
+    _warn_if_pruned_early(experiment.training)
+
+
+def _warn_if_pruned_early(training: TrainingConfig) -> None:
+    """Warn if checkpoints may be deleted before a later verification shows that they are not corrupt."""
+    kept = (training.keep_checkpoints - 1) * training.save_every
+    if training.save_every and training.verify_every > kept:
+        logger.warning(
+            "training.verify_every = %d is more than the %d steps that the kept checkpoints go back: after silent "
+            "corruption there may be none to continue from. Raise training.keep_checkpoints or lower verify_every",
+            training.verify_every, kept,
+        )  # fmt: skip
 
 
 # --- DeepSpeed's part of the config ---

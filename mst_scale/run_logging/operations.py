@@ -27,7 +27,7 @@ from mst_scale.run_logging.metrics import OptionalWrites
 
 EVENTS = "events.jsonl"
 OF_ROW = ("step", "tokens", "loss", "val_loss", "grad_norm", "lr", "tokens_per_s", "step_ms", "phase", "sparsity")
-FAULTS = {"spike": "spikes", "rolled back": "rollbacks", "failed save": "failed_saves"}
+FAULTS = {"spike": "spikes", "rolled back": "rollbacks", "failed save": "failed_saves", "corrupted": "corruptions"}
 
 
 def command_of(text: str | None) -> list[str] | None:

@@ -27,6 +27,7 @@ SCHEDULERS = (
 # How a start ended, in run.json; a start that was killed or crashed has no such entry.
 FINISHED, STOPPED, STORAGE = "finished", "asked to stop", "started again with another storage"
 PAUSED = "stopped where --stop-at says"
+CORRUPTED = "ended by silent corruption"
 DIVERGED = ("diverged", "diverged again at the same step")
 
 
@@ -74,6 +75,15 @@ def read(path: Path) -> dict[str, Any]:
 def rollbacks(path: Path) -> list[list[int]]:
     """Return the batches that each rollback skipped."""
     return [event["skipped"] for event in read(path).get("events", []) if event.get("what") == "rolled back"]
+
+
+def verified(path: Path) -> int | None:
+    """Return the last step that was verified before the last start ended with silent corruption; None if it did not."""
+    found = read(path)
+    if (found.get("starts") or [{}])[-1].get("how") != CORRUPTED:
+        return None
+    steps: list[int] = [event["verified"] for event in found.get("events", []) if event.get("what") == "corrupted"]
+    return steps[-1] if steps else None
 
 
 def about(**more: Any) -> dict[str, Any]:

@@ -127,7 +127,7 @@ class Replicated(DenseStore):
     def __init__(self, engine: Any, parameters: dict[str, nn.Parameter]):
         super().__init__(engine, parameters)
         self.slices = [Shard(name, stored_cut_of(p), 0, p.numel()) for name, p in parameters.items()]
-        self._masters = _stage0_masters(engine.optimizer)
+        self._masters = stage0_masters(engine.optimizer)
         self._any = next(iter(self._masters.values()), None)  # all masters are updated at once
 
     def has_master(self, i: int) -> bool:
@@ -324,8 +324,8 @@ def dense_store(engine: Any, parameters: dict[str, nn.Parameter]) -> Replicated 
     return CutParameters(engine, parameters) if stage == 3 else FlatPartitions(engine, parameters)
 
 
-def _stage0_masters(optimizer: Any) -> dict[int, tuple[torch.Tensor, int]]:
-    """id(parameter) → (fp32 tensor, offset) under DeepSpeed's two stage-0 mixed-precision optimizers."""
+def stage0_masters(optimizer: Any) -> dict[int, tuple[torch.Tensor, int]]:
+    """Return, by a parameter's id, (fp32 tensor, offset) under DeepSpeed's two stage-0 mixed-precision optimizers."""
     masters: dict[int, tuple[torch.Tensor, int]] = {}
     if hasattr(optimizer, "fp32_groups_flat"):  # fused: one flat master per group
         for group, flat in zip(optimizer.fp16_groups, optimizer.fp32_groups_flat, strict=True):
