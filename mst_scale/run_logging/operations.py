@@ -12,6 +12,7 @@ records. The run never waits for the command, and a file that cannot be written 
 from __future__ import annotations
 
 import json
+import math
 import os
 import shlex
 import shutil
@@ -94,7 +95,7 @@ class Operations:
             self.state[FAULTS[what]] += 1
         if state is not None:
             self.state["state"] = state
-        line = json.dumps({"time": time.time(), "event": what, "run": str(self.out), **more})
+        line = json.dumps(_without_nan({"time": time.time(), "event": what, "run": str(self.out), **more}))
         self._disk.attempt(EVENTS, lambda: self._append(line))
         self._write_health()
         if self.command is not None:
@@ -122,6 +123,11 @@ class Operations:
         path, now = self.health, {**self.state, "run": str(self.out), "time": time.time()}
         text = _prometheus(now) if path.suffix == ".prom" else json.dumps(now) + "\n"
         self._disk.attempt(str(path), lambda: _replace(path, text))
+
+
+def _without_nan(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a row with null in place of numbers that are not finite, which JSON does not have."""
+    return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in row.items()}
 
 
 def _replace(path: Path, text: str) -> None:
