@@ -121,7 +121,7 @@ class Operations:
         if self.health is None:
             return
         path, now = self.health, {**self.state, "run": str(self.out), "time": time.time()}
-        text = _prometheus(now) if path.suffix == ".prom" else json.dumps(now) + "\n"
+        text = _prometheus(now) if path.suffix == ".prom" else json.dumps(_without_nan(now)) + "\n"
         self._disk.attempt(str(path), lambda: _replace(path, text))
 
 
