@@ -14,19 +14,20 @@ First a job without faults measures what a save costs; each side then saves at i
 K = sqrt(2 x interval x cost of a save in steps). With the short intervals of the trace, ours saves less often where a
 checkpoint takes longer to be written, since the next save would wait for it; with the long ones at scale it need not.
 
-Measured: the share is (steps x median step time) / time, over all faults of the trace, from one step of a job to
-another one `interval` steps later. Time is lost to detection, restarts, repeated steps and saves.
+Measured: the share is (steps x median step time of the faster side) / time, over all faults of the trace, from one step
+of a job to another one `interval` steps later. Time is lost to detection, restarts, repeated steps and saves; what a
+fault costs is counted with the step time of its own job.
 
 Computed: with 1,024 GPUs, a failure every 7.9 hours and steps of 2 s, there are 14,220 steps between failures. So many
 steps per fault cannot be run here. Their share is computed from what was measured:
 
-    lost per fault = fixed + wait + K/2 x 2 s (if the job goes back); fixed is measured, without waits and repetition
+    lost per fault = fixed + wait + K/2 x 2 s (if the job goes back; 3K/2 if the newest checkpoint is damaged)
     share = 14,220 x 2 s / (14,220 x 2 s + 14,220 / K x cost of a save + mean over the faults of the lost time)
 
-The cost of a save is what the step after it takes longer: the median over all saves before the faults, except for the
-first two of a job. During those the process that writes is started, once per start of a job; what they take longer is
-part of `fixed`. Where that process competes with the ranks for cores, as it does here, it slows later steps too: that
-is in the measured share only.
+`fixed` is measured: what the fault cost without waits, saves and repeated steps. The cost of a save is what the step
+after it takes longer: the median over all saves before the faults, except for the first two of a job. During those the
+process that writes is started, once per start of a job; what they take longer is part of `fixed`. Where that process
+competes with the ranks for cores, as it does here, it slows later steps too: that is in the measured share only.
 
 The waits are assumptions. A frozen rank: 10 minutes (the default of NCCL's collectives) for plain, 80 % of that for
 ours, when its heartbeats give up. In the trace it is --timeout for both (DEEPSPEED_TIMEOUT); as the groups that
@@ -65,6 +66,11 @@ if TYPE_CHECKING:
 STEPS_AT_SCALE, STEP_SECONDS = 14_220, 2.0  # a failure every 7.9 hours
 COLLECTIVES, SILENCE, OPERATOR = 600.0, 0.8, 1800.0  # seconds, a fraction of them, seconds
 NEEDS_OPERATOR = "disk full"  # plain DeepSpeed
+<<<<<<< HEAD
+=======
+# intervals between saves that a job goes back, on average
+BACK = {"rank killed": 0.5, "rank frozen": 0.5, "node lost": 0.5, "newest damaged": 1.5}
+>>>>>>> main
 STARTING = 2  # saves of a job while the process that writes is started
 CALIBRATION = 15  # steps between saves of the job without faults
 MODEL = {"n_layer": 2, "n_head": 2, "n_embd": 64, "seq_length": 128, "vocab_size": 256}
@@ -196,7 +202,8 @@ def at_scale(book: Book, side: str, operator: bool = True) -> tuple[float, int, 
     seconds: dict[str, list[float]] = {}
     for row in rows:
         waits = wait_of(row, True) if operator or row["fault"] == "rank frozen" else 0.0
-        back = every / 2 * STEP_SECONDS if row["rewinds"] else 0.0
+        ended = side == "plain" and row["fault"] == NEEDS_OPERATOR
+        back = (0.5 if ended else BACK.get(row["fault"], 0.0)) * every * STEP_SECONDS
         seconds.setdefault(row["fault"], []).append(fixed(row, cost, restart) + waits + back)
     each = {fault: statistics.median(values) for fault, values in seconds.items()}
     useful = STEPS_AT_SCALE * STEP_SECONDS
@@ -204,9 +211,9 @@ def at_scale(book: Book, side: str, operator: bool = True) -> tuple[float, int, 
     return useful / (useful + overhead), every, each
 
 
-def share(rows: Sequence[Row]) -> float:
-    """Return the measured share of time in steps that count."""
-    return float(sum(row["steps"] * row["step_s"] for row in rows) / sum(row["wall_s"] for row in rows))
+def share(rows: Sequence[Row], step: float) -> float:
+    """Return the measured share of time in steps that count, counted as `step` seconds each."""
+    return float(sum(row["steps"] * step for row in rows) / sum(row["wall_s"] for row in rows))
 
 
 def results(book: Book) -> list[Row]:
@@ -226,13 +233,14 @@ def results(book: Book) -> list[Row]:
             row[f"{name}_at_scale_s"] = round(scale[side][2][fault], 1)
         found.append({**row, "baseline": BASELINE, "speedup": round(row["baseline_ms"] / max(1, row["ours_ms"]), 2)})
     whole: Row = {"fault": "whole trace", "rounds": len({row["round"] for row in book.rows})}
+    step = min(statistics.median(row["step_s"] for row in book.rows if row["side"] == side) for side in SIDES)
     for side, name in (("ours", "ours"), ("plain", "baseline")):
         of_side = [row for row in book.rows if row["side"] == side and row["fault"] is not None]
         turns = sorted({row["round"] for row in of_side})
-        shares = sorted(share([row for row in of_side if row["round"] == turn]) for turn in turns)
+        shares = sorted(share([row for row in of_side if row["round"] == turn], step) for turn in turns)
         whole |= {
             f"{name}_ms": round(sum(1e3 * lost(row) for row in of_side)),
-            f"{name}_share": share(of_side),
+            f"{name}_share": share(of_side, step),
             f"{name}_share_range": [shares[0], shares[-1]],
             f"{name}_silence_s": round(max(row["silence_s"] for row in of_side), 1),
             f"{name}_step_ms": round(1e3 * statistics.median(row["step_s"] for row in of_side), 1),

@@ -16,4 +16,4 @@ if [ $# -eq 0 ]; then
 elif [ "$1" = --all ]; then
     shift
 fi
-exec python -m pytest -n "${MST_TEST_WORKERS:-3}" --dist loadfile "$@"
+exec python -m pytest -n "${MST_TEST_WORKERS:-3}" --dist loadfile --no-loadscope-reorder "$@" # conftest.py orders them

@@ -2,6 +2,7 @@
 
 UserError        usage error: one line that says how to fix it, exit code 2, never restarted
 DivergedError    the loss or a score is not finite: one line, exit code 3; restarted, unless it recurs at the same step
+CorruptedError   a rank has computed or kept a wrong value: one line, exit code 4, restarted from a verified checkpoint
 Damaged          a file is corrupt: one line, exit code 1
 OSError          the machine failed (disk full, I/O error, network): one line, exit code 1, restarted
 anything else    a crash: a traceback and exit code 1, restarted
@@ -10,6 +11,7 @@ anything else    a crash: a traceback and exit code 1, restarted
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 SHOWN = 80  # characters of a value in a message
@@ -25,6 +27,33 @@ class UserError(ValueError):
 
 class DivergedError(ArithmeticError):
     """The loss or a score is not finite, so training cannot continue."""
+
+
+class CorruptedError(Exception):
+    """A rank has computed or kept a wrong value, as faulty hardware does. All ranks raise it together.
+
+    Attributes:
+        kind: "computation", "memory" or "replicas": which comparison has found it.
+        value: The name of a wrong value.
+        ranks: The ranks that are wrong, or if `decided` is False, those of which some are.
+        hosts: Their machines.
+        step: The step at which it was found.
+        verified: The last step before it that was verified.
+        decided: Whether it is known which ranks are wrong.
+    """
+
+    def __init__(
+        self, message: str, *, kind: str, value: str, ranks: Sequence[int], hosts: Sequence[str], step: int,
+        verified: int, decided: bool,
+    ):  # fmt: skip
+        super().__init__(message)
+        self.kind, self.value, self.ranks, self.hosts = kind, value, list(ranks), list(hosts)
+        self.step, self.verified, self.decided = step, verified, decided
+        self.details = {
+            "step": step, "kind": kind, "value": value, "ranks": self.ranks, "hosts": self.hosts, "decided": decided,
+            "verified": verified,
+        }  # fmt: skip
+        """All of these, as an event of a run records them."""
 
 
 class Damaged(ValueError):

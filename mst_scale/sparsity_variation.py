@@ -146,8 +146,9 @@ class Schedule:
         return math.fsum(value(s) * (s.stop - s.start) for s in self.segments()) / self.total_steps
 
     def topology_steps(self) -> Iterator[int]:
-        """Yield every step in [1, total_steps] for which `is_topology_step` holds."""
-        return (step for step in range(1, self.total_steps + 1) if self.is_topology_step(step))
+        """Yield every step in [1, total_steps] for which `is_topology_step` holds, in order."""
+        steps = sorted({*self._candidates(self.total_steps), self.total_steps})
+        return (step for step in steps if self.is_topology_step(step))
 
     def parts_from(self, other: Schedule, until: int) -> int | None:
         """Return the first step up to `until` at which two schedules differ; None if they do not.
@@ -327,7 +328,7 @@ class SparsityConfig:
             raise UserError(f"total_steps {total_steps} must be at least 1")
         phases = self.limited(total_steps, steps_per_token)._phases(total_steps)
         gradual = [p.stop - p.start for p in phases if p.name in ("warmup", "restore")]
-        interval = moves.interval or default_interval(gradual)
+        interval = moves.interval or _default_interval(gradual)
         return Schedule(
             total_steps=total_steps,
             interval=interval,
@@ -436,7 +437,7 @@ class SparsityConfig:
         return tuple(sorted(bounds))
 
 
-def default_interval(gradual: Collection[int]) -> int:
+def _default_interval(gradual: Collection[int]) -> int:
     """Return the default of `mst.topology.interval`.
 
     It is a fifth of the shortest gradual phase, between MIN_DEFAULT_INTERVAL and DEFAULT_INTERVAL.

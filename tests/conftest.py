@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.quick import cover
+from tests.support.quick import quick_cases
 
 # Of a scheduler, a launcher or a user around us: each would change what the code under test does. Read here, before
 # torch is imported, which looks at some of them once.
@@ -43,22 +43,44 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )  # fmt: skip
 
 
+# Files that take more than a minute and a half on one worker, in the whole run or the quick one. In a new environment
+# the first use of a pool compiles DeepSpeed's operators for minutes; the second and third file need none meanwhile.
+LONGEST = (
+    "tests/system/pretrain/test_storage_changes.py",
+    "tests/system/launchers/test_slurm.py",
+    "tests/system/launchers/test_launchers.py",
+    "tests/system/benchmarks/test_gpu_day.py",
+    "tests/system/pretrain/test_pretrain.py",
+    "tests/system/pretrain/test_operations.py",
+    "tests/system/pretrain/test_bad_input.py",
+    "tests/system/pretrain/test_chaos.py",
+    "tests/ranks/config/test_support.py",
+    "tests/ranks/engine/test_engine.py",
+    "tests/ranks/zero_shards/test_compact.py",
+    "tests/ranks/parallel/test_layouts.py",
+)
+TIERS = ("tests/system", "tests/ranks", "tests/unit")
+
+
+def _turn(item: pytest.Item) -> tuple[int, int]:
+    """When a test's file begins: workers share the files in this order, and short ones fill the time at the end."""
+    file = item.nodeid.split("::")[0]
+    place = LONGEST.index(file) if file in LONGEST else len(LONGEST)
+    return place, next((i for i, tier in enumerate(TIERS) if file.startswith(tier)), len(TIERS))
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Keep what the quick run consists of."""
+    """Begin with the files that take longest, and keep what the quick run consists of."""
+    items.sort(key=_turn)
     if not config.getoption("--quick"):
         return
     tests: dict[tuple[str, ...], list[pytest.Item]] = {}
     for item in items:
         if item.get_closest_marker("full") is None:
             tests.setdefault((str(item.path), item.getparent(pytest.Module).name, item.originalname), []).append(item)
-    kept = {group[i] for group in tests.values() for i in cover([_values(item) for item in group])}
+    kept = {item for group in tests.values() for item in quick_cases(group)}
     config.hook.pytest_deselected(items=[item for item in items if item not in kept])
     items[:] = [item for item in items if item in kept]
-
-
-def _values(item: pytest.Item) -> tuple[str, ...]:
-    """One value for each `parametrize` of a test; a tuple of arguments that go together is one value."""
-    return tuple(item.callspec._idlist) if hasattr(item, "callspec") else ()
 
 
 @pytest.fixture(autouse=True)

@@ -238,7 +238,7 @@ def _positions(job: Job, watched: Watched, setting: Setting) -> Iterator[tuple[f
 
 
 def _inject(job: Job, fault: str, victim: int, watched: Watched, setting: Setting) -> float | None:
-    """Let the fault happen; return when somebody or something repairs it, if that is not the job itself."""
+    """Let the fault happen; return when it is repaired from outside, or None."""
     now, ranks = time.time(), job.ranks()
     if fault == "rank killed":
         ranks[victim].kill()

@@ -8,7 +8,6 @@ dense models of all sizes, with causal attention.
 
 from __future__ import annotations
 
-import argparse
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,14 +19,12 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from scipy.stats import t
 
-from mst_scale.comm.parser import Parser
 from mst_scale.flops.frontier import Multiplier
 from mst_scale.report.frontier import marker_of
 from mst_scale.report.style import Plot, Theme, legend, ratio_axis
 
 from ..page import grid, picture
-from .overview import BEST, FILLED, LEAN, Setting, settings
-from .plan import FOLDER
+from .overview import BEST, FILLED, LEAN, Setting, settings, write_page
 
 SIZE, LENGTH = 1e5, 20.0  # units of parameters, and of tokens per parameter
 COVERAGE = 0.975
@@ -196,13 +193,5 @@ def drawn(found: Sequence[Setting], law: Fit, pool: Pooled) -> Plot:
     return Plot("gain-law", caption, draw, 3.6)
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Write the page."""
-    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--results", type=Path, default=FOLDER, metavar="DIR", help="folder of the records")
-    print(written(parser.parse_args(arguments).results))
-    return 0
-
-
 if __name__ == "__main__":
-    raise SystemExit(main())
+    write_page(written, __doc__)

@@ -9,7 +9,7 @@ the page of that study.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -190,13 +190,12 @@ def _panel(
     axes.set_title(f"Against {'the same model' if AGAINST[baselines] else 'all sizes'}")
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Write the page."""
-    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def write_page(written: Callable[[Path], Path], description: str | None) -> None:
+    """Run a command that writes a page from the records in a folder, and print the page's path."""
+    parser = Parser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--results", type=Path, default=FOLDER, metavar="DIR", help="folder of the records")
-    print(written(parser.parse_args(arguments).results))
-    return 0
+    print(written(parser.parse_args().results))
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    write_page(written, __doc__)

@@ -1,7 +1,7 @@
 """The `mst` command prepares data, checks configs and machines, and inspects runs.
 
-Exit codes: 0 success, 1 failure, 2 usage error, 3 diverged. Usage errors print one line; set MST_TRACEBACK=1 for a full
-traceback.
+Exit codes: 0 success, 1 failure, 2 usage error, 3 diverged, 4 corrupted. Usage errors print one line; set
+MST_TRACEBACK=1 for a full traceback.
 """
 
 from __future__ import annotations

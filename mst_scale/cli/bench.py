@@ -37,6 +37,7 @@ Run a benchmark on this machine. Our code and the baseline alternate within one 
   study             a planned set of runs over sizes, lengths, methods and seeds: the FLOP multiplier of each method
   topology          one topology step compared with a full top-k and with torch.kthvalue
   training          the overhead of our training loop and of the masks over a plain DeepSpeed step
+  verify            what training.verify_every costs: a micro-batch computed twice, and digests of all values
 
 The arguments after WHAT are passed to that program; `mst bench WHAT --help` lists its options. --json prints
 {"machine": …, "rows": [{…, "ours_ms", "baseline", "baseline_ms", "speedup"} …]}, and --markdown prints the table that
@@ -51,7 +52,7 @@ examples:
 PROGRAMS = (  # modules of mst_scale.benchmarks
     "async_save", "attention", "baselines", "compiled", "density", "generate", "goodput", "gpu_day", "grown_weights",
     "linear", "logging_overhead", "long", "pruning", "quality", "real_run", "scaling", "step", "structured", "study",
-    "topology", "training",
+    "topology", "training", "verify",
 )  # fmt: skip
 
 

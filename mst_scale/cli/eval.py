@@ -147,11 +147,11 @@ def _evaluate(args: argparse.Namespace, tasks: Any, ranks: Any) -> int:
     if first:
         with_paper = comparable(model.context, model.vocab_size, model.parameters)
         rows = table(result["tasks"], with_paper=with_paper)
-        print(as_json(result) if args.json else format_result(result, rows, out, with_paper))
+        print(as_json(result) if args.json else _format_result(result, rows, out, with_paper))
     return 0
 
 
-def format_result(result: dict[str, Any], table: str, out: Path | None, with_paper: bool) -> str:
+def _format_result(result: dict[str, Any], table: str, out: Path | None, with_paper: bool) -> str:
     """Format the result: the table, the settings, and whether the table has the paper's rows."""
     s = result["settings"]
     step = "" if result["step"] is None else f", step {result['step']:,}"

@@ -29,6 +29,7 @@ same launchers are scripts, launchers/*.sh.
 examples:
   mst launch local demo --out runs/demo
   mst launch local --processes 2 my_config.json --method rigl
+  mst launch local --elastic 1:8 gpt2_small --out runs/gpt2
   mst launch slurm --nodes 2 --time 24:00:00 --partition NAME gpt2_xl --out /shared/runs/xl
   mst launch hostfile --hostfile hosts gpt3_1.3b --data /shared/fineweb --out /shared/runs/1.3b
   mst launch sweep --methods dense,rigl,mst --seeds 1,2 --with slurm gpt2_small

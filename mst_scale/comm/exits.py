@@ -1,6 +1,6 @@
 """Ends a rank with one line and an exit code that tell the launcher, the other ranks and the user why.
 
-Exit codes: 0 success, 1 failure (a launcher starts the run again), 2 usage error, 3 divergence.
+Exit codes: 0 success, 1 failure (a launcher starts the run again), 2 usage error, 3 divergence, 4 silent corruption.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any, NoReturn
 
 from mst_scale.comm.launch import launched_rank
 from mst_scale.comm.messages import logger
-from mst_scale.errors import Damaged, DivergedError, UserError
+from mst_scale.errors import CorruptedError, Damaged, DivergedError, UserError
 
 # errno of paths that are invalid on any machine
 WRONG_PATHS = (errno.ENAMETOOLONG, errno.ELOOP, errno.ENOTDIR, errno.EISDIR)
@@ -35,13 +35,15 @@ class FailedElsewhere(Exception):
 
 
 def exit_code(error: BaseException) -> int:
-    """Return 2 for a usage error, 3 for divergence, and 1 for every other failure, which may be retried."""
+    """Return 2 for a usage error, 3 for divergence, 4 for silent corruption, and 1 for other failures."""
     if isinstance(error, FailedElsewhere):
         return int(error.args[0])
     if isinstance(error, OSError):
         return 2 if error.errno in WRONG_PATHS else 1
     if isinstance(error, DivergedError):
         return 3
+    if isinstance(error, CorruptedError):
+        return 4
     return 2 if isinstance(error, UserError) else 1
 
 
@@ -52,7 +54,7 @@ def is_plain(error: BaseException) -> bool:
     """
     if os.environ.get("MST_TRACEBACK", "").lower() not in ("", "0", "false", "no", "off"):
         return False
-    plain = (UserError, DivergedError, Damaged, OSError, MemoryError)
+    plain = (UserError, DivergedError, CorruptedError, Damaged, OSError, MemoryError)
     return isinstance(error, plain) or _is_out_of_memory(error)
 
 
@@ -90,8 +92,10 @@ def end(error: BaseException, on_all_ranks: bool = False) -> NoReturn:
         on_all_ranks: Whether all ranks have the same error, so that rank 0 prints it for all. This is assumed before
             the process group exists.
     """
-    if variable := {2: "MST_REFUSED", 3: "MST_DIVERGED"}.get(exit_code(error)):
+    if variable := {2: "MST_REFUSED", 3: "MST_DIVERGED", 4: "MST_CORRUPTED"}.get(exit_code(error)):
         tell_launcher(variable)
+    elif not isinstance(error, FailedElsewhere):
+        report_failed(launched_rank())
     silent = isinstance(error, FailedElsewhere) or (isinstance(error, SharedMistake) and launched_rank() != 0)
     if silent or (launched_rank() != 0 and (on_all_ranks or not _met())):
         _linger(exit_code(error))
@@ -113,13 +117,23 @@ def tell_launcher(variable: str) -> None:
     """Create the file that an environment variable names, which tells the launcher more than the exit code.
 
     A run that was asked to stop exits with 0, like a finished one (MST_STOPPED), and srun may report the code of a task
-    that it ended itself instead of exit code 2 (MST_REFUSED) or 3 (MST_DIVERGED).
+    that it ended itself instead of exit code 2 (MST_REFUSED), 3 (MST_DIVERGED) or 4 (MST_CORRUPTED).
     """
     if name := os.environ.get(variable):
         try:
             Path(name).touch()
         except OSError as error:
             logger.error("cannot write %s (%s): the launcher does not know how the run ended", name, error)
+
+
+def report_failed(rank: int) -> None:
+    """Add the number of a rank that has failed, or was lost, to the file that MST_FAILED names.
+
+    The launcher of an elastic run leaves out the place of a rank that fails again and again.
+    """
+    if name := os.environ.get("MST_FAILED"):
+        with contextlib.suppress(OSError), open(name, "a") as file:
+            file.write(f"{rank}\n")
 
 
 def end_with_launcher() -> None:

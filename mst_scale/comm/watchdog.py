@@ -40,7 +40,7 @@ import time
 from collections.abc import Callable
 from typing import Any, NoReturn, Protocol
 
-from mst_scale.comm.exits import FailedElsewhere
+from mst_scale.comm.exits import FailedElsewhere, report_failed
 from mst_scale.comm.launch import timeout
 from mst_scale.comm.messages import logger
 
@@ -351,6 +351,8 @@ class Watch:
     def _lose(self, who: str, how: str) -> NoReturn:
         """Tell the others which rank is lost, and exit."""
         self.lost = f"{who} {how}"
+        if found := re.match("rank ([0-9]+)", who):
+            report_failed(int(found[1]))
         self._pass_on(f"gone {who}: {how}")
         self._leave()
 

@@ -14,7 +14,7 @@ from mst_scale.compact_files import layout
 from mst_scale.compact_files.weights import ModelWeights, model_block, open_weights
 from mst_scale.data.tokenizer import chosen, write_tokenizer
 from mst_scale.errors import UserError
-from mst_scale.hugging_face.export import DTYPES, draft_of
+from mst_scale.hugging_face.model_files import DTYPES, draft_of
 
 README = """\
 # A compact file of mst_scale

@@ -286,6 +286,20 @@ class TrainingConfig:
         "loop a copy into the host's memory. Your own loops, and Trainer, do so if the config sets it to `true`.",
         json_schema_extra=NO_EFFECT,
     )
+    reshape_on_load: StrictBool = Field(
+        default=False,
+        description="In your own loop and with Trainer: loading a checkpoint of another number of ranks, or ZeRO "
+        "stage, makes the copy that this needs, like `mst reshape`. `mst_scale.pretrain` always does so.",
+        json_schema_extra=NO_EFFECT,
+    )
+    verify_every: StrictInt = Field(
+        default=0,
+        ge=0,
+        le=MAX_SEED,
+        description="Steps between verifications that ranks compute and keep their values without silent corruption "
+        "(docs/survival.md); `0`: never. They do not change results.",
+        json_schema_extra=NO_EFFECT,
+    )
     checkpoint_form: Literal["dense", "compact"] = Field(
         default="dense",
         description="What `mst.compute.compact` saves: `dense` is whole matrices in DeepSpeed's universal layout, from "

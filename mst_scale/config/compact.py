@@ -39,7 +39,6 @@ def why_method_not_compact(experiment: Experiment) -> str | None:
     """Return the reason that does not depend on how the model is shared, or None."""
     mst, config = experiment.mst, experiment.deepspeed
     topology, sparsities = mst.topology, experiment.sparsities
-    first = 0 if experiment.trains is None else experiment.trains[0]
     if mst.stays_dense:
         return f"method {mst.method} has no masks"
     if mst.compute.compact == "off":
@@ -47,13 +46,11 @@ def why_method_not_compact(experiment: Experiment) -> str | None:
     kind = str(config.get("optimizer", {}).get("type", "")).lower()
     cases = {
         f"method {mst.method} multiplies by a function of its weights": mst.function is not None,
-        "mst.masks gives the masks": mst.masks is not None,
         f"the sparsity changes ({min(sparsities):g} to {max(sparsities):g})": len(sparsities) > 1,
         "mst.topology.granularity is not element": topology.granularity != "element",
         f"policy {topology.policy} reads momentum of inactive weights": "momentum" in topology.chosen.reads,
         f"mst.compute.backend {mst.compute.backend} reads a matrix": mst.compute.backend == "block",
         "mst.topology.rezero asks for zeros": topology.rezero,
-        "mst.sparsity.initial = magnitude reads the weights first": mst.sparsity.initial != "random" and first == 0,
         "it is not tested in fp16": precision_of(config) == "fp16",
         "the optimizer is not the config's Adam or AdamW": kind not in ADAM,
     }

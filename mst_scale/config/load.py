@@ -96,7 +96,7 @@ def _composed(
     if method is not None and isinstance(raw.get("mst", {}), dict):
         _take_method(raw, method, where)
     for override in overrides:
-        apply_override(raw, override)
+        _apply_override(raw, override)
     return where, raw
 
 
@@ -202,7 +202,7 @@ def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return dict(pairs)
 
 
-def apply_override(raw: dict[str, Any], override: str) -> None:
+def _apply_override(raw: dict[str, Any], override: str) -> None:
     """Apply an override such as `mst.sparsity.max=0.9` in place; a value that is not JSON is a string.
 
     Raises:

@@ -19,6 +19,7 @@ config_record     keeps the config in checkpoints
 What they are made from:
 
 async_saves       saves that other loops do not wait for
+reshaping         loads a checkpoint of another number of ranks
 compaction        makes layers compact before DeepSpeed starts; compact_linear: how these compute
 targets           chooses the parameters that become sparse; adapters: those that never do
 sequences         gives the model its part of each sequence

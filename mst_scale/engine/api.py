@@ -22,6 +22,7 @@ from mst_scale.config.parallel import KEYS, check_pipeline, sizes_of
 from mst_scale.config.support import check_supported, precision_of
 from mst_scale.engine.async_saves import save_in_background
 from mst_scale.engine.compaction import make_compact
+from mst_scale.engine.reshaping import reshape_on_load
 from mst_scale.engine.sequences import cut_sequences
 from mst_scale.engine.sparse_training import SparseTraining
 from mst_scale.engine.token_limit import unlimited, whole_size, with_durations
@@ -32,7 +33,7 @@ from mst_scale.hybrid_sparse_attention import SelfAttention
 zero_shards.check_versions()
 _deepspeeds_own = deepspeed.initialize  # before anybody puts another in its place (integrations.integrate)
 
-READ = ("steps", "seed", "async_save")  # of the block `training`
+READ = ("steps", "seed", "async_save", "reshape_on_load")  # of the block `training`
 FIRST = ("args", "model", "optimizer", "model_parameters")
 Parameters = Iterable[torch.nn.Parameter] | Iterable[dict[str, Any]]
 
@@ -132,6 +133,8 @@ def initialize(
     in_own_loop = not isinstance(configs[0], Experiment)  # `pretrain` saves in the background itself
     if in_own_loop and states(configs[0], "training", "async_save") and experiment.training.async_save:
         training.saves = save_in_background(engine)
+    if in_own_loop and experiment.training.reshape_on_load:
+        reshape_on_load(engine)
     return engine, made, loader, scheduler
 
 

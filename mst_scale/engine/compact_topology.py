@@ -17,6 +17,7 @@ from torch import Tensor
 
 from mst_scale import zero_shards
 from mst_scale.checkpoints import mask_files
+from mst_scale.engine.initial_masks import depends_on_weights
 from mst_scale.engine.masking import Masking
 from mst_scale.engine.topology import Topology, TopologyStep
 from mst_scale.errors import UserError
@@ -58,7 +59,16 @@ class CompactMasking(Masking):
         """Do nothing: inactive weights were not written."""
 
     def begin_anew(self) -> None:
-        """Keep the first masks, which do not depend on weights."""
+        """Keep the first masks, unless they were read off the weights before.
+
+        Raises:
+            UserError: if they were.
+        """
+        if depends_on_weights(self.initial, None if self.given is None else self.given.stated):
+            raise UserError(
+                "the first masks of this run were read off the weights that the model had at initialize, and compact "
+                "weights cannot take others: load the weights into the model before, or set mst.compute.compact to off"
+            )
         if self.engine.global_steps:
             raise UserError(
                 "a checkpoint without masks cannot be continued with mst.compute.compact: set it to off, or take its "
@@ -75,7 +85,7 @@ class CompactTopology(Topology):
 
     store: zero_shards.CompactStore
 
-    def __init__(self, *args: Any, sparsity: float, **named: Any):
+    def __init__(self, *args: Any, sparsity: float | None, **named: Any):
         super().__init__(*args, **named)
         self.dense_gradients: dict[int, Tensor] = {}
         """Means over ranks, of this rank's slices and of the micro-batches so far."""
@@ -84,8 +94,9 @@ class CompactTopology(Topology):
         for i, (index, parameter) in enumerate(zip(self.store.index, self.store.parameters, strict=True)):
             if index is not None and parameter.requires_grad:
                 parameter.register_hook(functools.partial(self._reduce_dense_gradient, i))
-        asked = self.counts(sparsity)
-        for mask, count, index in zip(self._masks, asked, self.store.index, strict=True):
+        if sparsity is None:  # given masks have as many as they have
+            return
+        for mask, count, index in zip(self._masks, self.counts(sparsity), self.store.index, strict=True):
             assert index is None or index.count == count, f"{mask.name}: {index.count} values for {count} weights"
 
     def keep_gradient(self, i: int, gradient: Tensor, scale: float) -> bool:
@@ -155,7 +166,7 @@ class CompactTopology(Topology):
             usual = change.gradient_mean_square
         if not change.pruned and not change.grown:
             return change
-        stayed = store.move(i, positions_of(mask, exchange))
+        stayed = store.move(i, _positions_of(mask, exchange))
         if config.grown_moments != "zero" and usual is not None and "exp_avg_sq" in states:
             self._start(i, ~stayed, gradient, usual)
         return change
@@ -223,10 +234,10 @@ class CompactTopology(Topology):
         """Give the layers the index of masks that were restored (collective)."""
         for i, index in enumerate(self.store.index):
             if index is not None:
-                index.replace(positions_of(self._masks[i], self.state.exchange.of[i]))
+                index.replace(_positions_of(self._masks[i], self.state.exchange.of[i]))
 
 
-def positions_of(mask: Any, exchange: Any) -> Tensor:
+def _positions_of(mask: Any, exchange: Any) -> Tensor:
     """Return the positions of a whole mask's active weights, in the order of the flattened matrix (collective)."""
     found: Tensor = mask.whole(exchange).view(-1).nonzero().view(-1)
     return found

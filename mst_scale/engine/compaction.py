@@ -3,7 +3,7 @@
 A compact layer stores its K active weights as a vector (`zero_shards.compact_index`), so that whatever DeepSpeed keeps,
 reduces or sends for it has K numbers. DeepSpeed lays out its shards when it starts, so K has to be known by then and
 must not change: the sparsity is constant from the first step to the last. The first masks are those of a run with dense
-storage, a hash of (seed, name, index).
+storage: a hash of (seed, name, index), the largest weights, or those that `mst.masks` names.
 """
 
 from __future__ import annotations
@@ -22,7 +22,9 @@ from mst_scale.comm import Mesh, logger
 from mst_scale.comm.exchange import Exchange
 from mst_scale.config import Experiment
 from mst_scale.config.compact import why_not_compact
+from mst_scale.config.support import precision_of
 from mst_scale.engine.compact_linear import compact_embedding, compact_linear
+from mst_scale.engine.initial_masks import GivenMasks, depends_on_weights
 from mst_scale.engine.targets import choose_targets
 from mst_scale.errors import UserError
 from mst_scale.mixed_growing import evolve, packed_bits
@@ -120,17 +122,14 @@ def _stored_across() -> tuple[type, ...]:
 
 def _convert(model: Any, experiment: Experiment, targets: dict[str, nn.Parameter]) -> dict[int, nn.Parameter]:
     """Replace dense parameters by compact ones; these by the id of what they replace."""
-    mst = experiment.mst
-    seed = experiment.training.seed if mst.seed is None else mst.seed
     shapes: Any = [shape_of(p) for p in targets.values()]
-    (sparsity,) = experiment.sparsities
-    counts = active_counts(shapes, sparsity, mst.sparsity.distribution)
+    choose = _FirstPositions(experiment, dict(zip(targets, shapes, strict=True)))
     made: dict[int, nn.Parameter] = {}
-    for (name, parameter), shape, count in zip(targets.items(), shapes, counts, strict=True):
-        index = CompactIndex(name, tuple(shape), first_positions(name, tuple(shape), count, seed))
-        if index.count == index.numel:
-            continue  # the distribution leaves it dense
+    for (name, parameter), shape in zip(targets.items(), shapes, strict=True):
         with deepspeed.zero.GatheredParameters([parameter] if hasattr(parameter, "ds_id") else []):
+            index = CompactIndex(name, tuple(shape), choose(name, parameter.detach()))
+            if index.count == index.numel:
+                continue  # the distribution, or a given mask, leaves it dense
             compact = nn.Parameter(index.to_store(parameter.detach()))
         mark(compact, index)
         made[id(parameter)] = compact
@@ -146,12 +145,53 @@ def _convert(model: Any, experiment: Experiment, targets: dict[str, nn.Parameter
     return made
 
 
-def first_positions(name: str, shape: tuple[int, ...], count: int, seed: int) -> torch.Tensor:
-    """Return the positions of the weights that are active at first, drawn as a run with dense storage draws them."""
-    mask = LayerMask(Shard.whole(name, shape), torch.device("cpu"))
-    unread = torch.zeros(()).expand(mask.numel)
-    evolve.sparsify([Layer(mask, count, unread)], how="random", seed=seed, exchange=Exchange())
-    return packed_bits.indices(mask.packed(), mask.length)
+class _FirstPositions:
+    """Chooses the weights that are active at first, as a run with dense storage does.
+
+    All ranks start with the weights of rank 0, which DeepSpeed sends them when it takes the model over. Masks that are
+    read off the weights come before that, so these weights are sent here.
+
+    Args:
+        experiment: the config of the run.
+        shapes: the shape of each matrix.
+    """
+
+    def __init__(self, experiment: Experiment, shapes: dict[str, tuple[int, ...]]):
+        mst = experiment.mst
+        self.seed = experiment.training.seed if mst.seed is None else mst.seed
+        self.shapes = shapes
+        self.given = None if mst.masks is None else GivenMasks(mst.masks)
+        first = 0 if experiment.trains is None else experiment.trains[0]
+        # masks of later steps come from the checkpoint that the engine loads next
+        self.how = "random" if first else mst.sparsity.initial
+        self.reads = depends_on_weights(self.how, mst.masks)
+        self.dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[precision_of(experiment.deepspeed)]
+        sparsity = max(experiment.sparsities)
+        self.counts = dict(
+            zip(shapes, active_counts(list(shapes.values()), sparsity, mst.sparsity.distribution), strict=True)
+        )
+
+    def __call__(self, name: str, weight: torch.Tensor) -> torch.Tensor:
+        """Return the positions of a matrix's active weights, in the order of the flattened matrix (collective)."""
+        if self.reads:
+            _take_rank_0s(weight)
+        stored = weight.to(self.dtype)  # what DeepSpeed makes its master weights of
+        shape = tuple(self.shapes[name])
+        if self.given is not None:
+            return self.given.of_matrix(name, shape, stored.cpu()).flatten().nonzero().flatten()
+        mask = LayerMask(Shard.whole(name, shape), torch.device("cpu"))
+        read = stored.float().flatten().cpu() if self.how == "magnitude" else torch.zeros(()).expand(mask.numel)
+        evolve.sparsify([Layer(mask, self.counts[name], read)], how=self.how, seed=self.seed, exchange=Exchange())
+        return packed_bits.indices(mask.packed(), mask.length)
+
+
+def _take_rank_0s(weight: torch.Tensor) -> None:
+    """Replace the values of a whole matrix by those of rank 0."""
+    if not torch.distributed.is_initialized():
+        deepspeed.init_distributed(verbose=False)
+    sent = weight.to(deepspeed.get_accelerator().current_device_name()).contiguous()
+    torch.distributed.broadcast(sent, 0)
+    weight.copy_(sent)
 
 
 def _compute_with(module: nn.Module, index: CompactIndex) -> None:

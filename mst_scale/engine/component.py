@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -71,6 +72,10 @@ class Component:
 
     def after_step(self, updated: bool) -> None:
         """Finish the step, and prepare the next forward pass."""
+
+    def aside(self) -> AbstractContextManager[None]:
+        """Return a context in which forward and backward passes do not count for the step under way."""
+        return nullcontext()
 
     # --- what happens between steps ---
 

@@ -50,6 +50,11 @@ def keep_given(state: MaskState, store: zero_shards.Store, given: GivenMasks) ->
     zero_inactive(state, store)
 
 
+def depends_on_weights(initial: str, given: str | None) -> bool:
+    """Return whether the first masks of a run that starts sparse are read off its weights."""
+    return initial == "magnitude" if given is None else given == ZEROS
+
+
 def zero_inactive(state: MaskState, store: zero_shards.Store) -> None:
     """Zero inactive weights in the master copy and in what the forward pass reads."""
     for i, mask in enumerate(state.masks):
@@ -60,8 +65,16 @@ def zero_inactive(state: MaskState, store: zero_shards.Store) -> None:
 class GivenMasks:
     """The masks that `mst.masks` names (method "fixed"): those of a file, or the zeros of the weights."""
 
-    def __init__(self, stated: str, parameters: Collection[str], targets: Collection[str]):
+    def __init__(self, stated: str):
+        self.stated = stated
         self.file = None if stated == ZEROS else OpenMasks(Path(stated))
+
+    def check_names(self, parameters: Collection[str], targets: Collection[str]) -> None:
+        """Check that the model has what the file has masks for, and warn of what is in one of them alone.
+
+        Raises:
+            UserError: if the file has a mask for a parameter that the model does not have.
+        """
         if self.file is None:
             return
         bases = {base_name(name) for name in parameters}
@@ -90,10 +103,16 @@ class GivenMasks:
         part, weight = store.slices[i], store.weight(i)
         if self.file is None:
             return weight != 0
-        if (name := self._name_in_file(part.name)) is None:
-            return torch.ones_like(weight, dtype=torch.bool)
-        whole = self.file.mask(name, part.shape).view(-1)
+        whole = self.of_matrix(part.name, part.shape, None).view(-1)
         return whole[part.logical(torch.arange(part.length))].to(weight.device)
+
+    def of_matrix(self, name: str, shape: tuple[int, ...], weight: Tensor | None) -> Tensor:
+        """Return the mask of a whole parameter; its weights are read if there is no file."""
+        if self.file is None:
+            assert weight is not None
+            return weight != 0
+        own = self._name_in_file(name)
+        return torch.ones(shape, dtype=torch.bool) if own is None else self.file.mask(own, shape)
 
     def describe(self) -> str:
         """Return where the masks come from."""

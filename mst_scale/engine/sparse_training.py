@@ -29,8 +29,8 @@ One optimizer step, with what is added to DeepSpeed's own marked by *:
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import asdict, replace
 from logging import INFO
 from pathlib import Path
@@ -146,7 +146,8 @@ class SparseTraining:
         )
         shapes = stages.joined({s.name: elements.grid_shape(s.shape) for s in self.store.slices})
         compact = isinstance(self.store, zero_shards.CompactStore)
-        make = functools.partial(CompactTopology, sparsity=max(self.experiment.sparsities)) if compact else Topology
+        constant = max(self.experiment.sparsities) if mst.masks is None else None
+        make = functools.partial(CompactTopology, sparsity=constant) if compact else Topology
         self.topology = make(
             engine, topology, self.state, self.store,
             elements=elements, shapes=shapes, distribution=mst.sparsity.distribution, revival=self.units,
@@ -179,7 +180,13 @@ class SparseTraining:
             return None
         mine = {name: None for name, _ in zero_shards.named_parameters(self.engine.module)}
         names = list(self.state.stages.joined(mine))
-        return self.state.everyone.agree(lambda: GivenMasks(stated, names, self.state.numels))
+
+        def read() -> GivenMasks:
+            given = GivenMasks(stated)
+            given.check_names(names, self.state.numels)
+            return given
+
+        return self.state.everyone.agree(read)
 
     def _plan_revival(self, under_way: TopologyStep) -> None:
         """Revive, at the topology step under way, dead units whose last masks go."""
@@ -337,6 +344,14 @@ class SparseTraining:
         with self._span():
             for component in self.components:
                 component.after_step(self._updated)
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """Let forward and backward passes inside this context not count for the step under way."""
+        with ExitStack() as stack:
+            for component in self.components:
+                stack.enter_context(component.aside())
+            yield
 
     def _span(self) -> AbstractContextManager[Any]:
         moving = self.masks_weights and self.topology.under_way is not None

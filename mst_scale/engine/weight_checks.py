@@ -41,14 +41,14 @@ class DriftChecks(Component):
 
     def check(self) -> None:
         """Stop on all ranks if a mask is no longer what the last topology step left. One small all-reduce."""
-        on_all_stages(self.state, self.compare)
+        _on_all_stages(self.state, self.compare)
 
     def compare(self) -> None:
         """Do the same on the ranks of one stage of a pipeline."""
         self.state.masks.check_drift(self.state.digests, self.state.exchange, self.same_layers)
 
 
-def on_all_stages(state: MaskState, check: Callable[[], None]) -> None:
+def _on_all_stages(state: MaskState, check: Callable[[], None]) -> None:
     """Run a check on whose result the ranks of a stage agree; if it fails on one stage, it fails on all."""
     if state.stages.group is None:
         check()
@@ -86,7 +86,7 @@ class WeightChecks(Component):
 
     def after_step(self, updated: bool) -> None:
         if updated and self.checks:
-            on_all_stages(self.state, self._check_weights)
+            _on_all_stages(self.state, self._check_weights)
 
     def masks_restored(self) -> None:
         self.left = FIRST

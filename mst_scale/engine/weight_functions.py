@@ -7,7 +7,8 @@ computed by one rank and sent to those that hold the same weights, so that all s
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -140,6 +141,16 @@ class WeightFunctions(Component):
     def before_step(self) -> None:
         self._check_pulls()
         self._keep_first_squares()
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """Restore the number of backward passes that had a part of the pull."""
+        before = {name: layer.pulls for name, layer in self.layers.items()}
+        try:
+            yield
+        finally:
+            for name, layer in self.layers.items():
+                layer.pulls = before[name]
 
     def before_update(self) -> None:
         self._seed_moments()

@@ -107,7 +107,7 @@ def generate(
     began = time.perf_counter()
     times: list[float] = []
     finish = "length"
-    for token in next_tokens(decoder, ids, sampling, vocabulary, min(tokens, context - len(ids) + 1)):
+    for token in _next_tokens(decoder, ids, sampling, vocabulary, min(tokens, context - len(ids) + 1)):
         times.append(time.perf_counter())
         if token == text.end_of_text:
             finish = "end of text"
@@ -133,7 +133,7 @@ def generate(
     )
 
 
-def next_tokens(decoder: Decoder, ids: list[int], sampling: Sampling, vocabulary: int, count: int) -> Iterator[int]:
+def _next_tokens(decoder: Decoder, ids: list[int], sampling: Sampling, vocabulary: int, count: int) -> Iterator[int]:
     """Yield `count` tokens that follow `ids`, each below `vocabulary`."""
     cache = decoder.new_cache(1, len(ids) + count - 1)
     generator = sampling.generator()

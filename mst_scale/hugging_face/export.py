@@ -5,28 +5,21 @@ our model does not have are written as zeros, rows that pad the vocabulary are l
 transformers model keeps its architecture, configuration and tokenizer.
 
 The weights are the fp32 master weights. They are read, transposed and written one after the other, so that only one
-matrix is in memory. A safetensors file is a JSON header (names, shapes, offsets) followed by the values; all shapes are
-known in advance, so the values can be written in pieces. Zeros stay zeros; if the run trained whole channels, inactive
-neurons are left out (`narrow`). With a pruning request (mst_scale/pruning), the model is loaded to prune it and to
-measure its loss before and after.
+matrix is in memory. Zeros stay zeros; if the run trained whole channels, inactive neurons are left out (`narrow`). With
+a pruning request (mst_scale/pruning), the model is loaded to prune it and to measure its loss before and after.
 """
 
 from __future__ import annotations
 
-import contextlib
-import json
 import math
-import os
 import shutil
-import struct
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from mst_scale.checkpoints import store
 from mst_scale.comm import logger
 from mst_scale.config import Experiment
 from mst_scale.data.corpus import META, read_meta
@@ -36,6 +29,7 @@ from mst_scale.dead_units import format_counts
 from mst_scale.dead_units.units import LineFlags, find_units
 from mst_scale.errors import UserError
 from mst_scale.hugging_face import model_card
+from mst_scale.hugging_face.model_files import DTYPES, Shape, draft_of, write_json, write_model
 from mst_scale.hugging_face.names import VOCABULARY, Entry, entries, hugging_face_config
 from mst_scale.hugging_face.narrow import NEURONS, Neurons, find_neurons
 from mst_scale.hugging_face.sources import (
@@ -54,14 +48,10 @@ from mst_scale.pruning.network import calibration_batches, open_calibration
 from mst_scale.shard import Shard
 
 VALIDATION_BATCH = 8
-DTYPES = {"float32": ("F32", torch.float32), "bfloat16": ("BF16", torch.bfloat16), "float16": ("F16", torch.float16)}
 COMPANIONS = (
     "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
     "vocab.json", "merges.txt", "vocab.txt", "tokenizer.model", "spiece.model", "chat_template.jinja",
 )  # fmt: skip
-
-Shape = tuple[int, ...]
-Pieces = Callable[[str], Iterator[torch.Tensor]]  # a tensor's values in order, in pieces of any shape
 
 
 @dataclass(frozen=True)
@@ -167,7 +157,7 @@ def export(
             **({"attention": asdict(source.pattern)} if source.pattern.kind != "dense" else {}),
         }
         raw = hugging_face_config(tensors.model, end_of_text)
-        _write_json(draft / "config.json", {**raw, "dtype": dtype, "mst_scale": about})
+        write_json(draft / "config.json", {**raw, "dtype": dtype, "mst_scale": about})
         done = Exported(
             checkpoint=source.checkpoint,
             out=out,
@@ -221,7 +211,7 @@ def _export_transformers(
             about["attention"] = asdict(source.pattern)
         architectures = [type(source.skeleton).__name__]
         own = {**source.config, "dtype": dtype, "architectures": architectures, "mst_scale": about}
-        _write_json(draft / "config.json", own)
+        write_json(draft / "config.json", own)
         done = Exported(
             checkpoint=source.checkpoint,
             out=out,
@@ -251,72 +241,7 @@ def _warn(source: Source | TransformersSource, tokenizer_note: str, advice: str)
         )
 
 
-@contextlib.contextmanager
-def draft_of(out: Path) -> Iterator[Path]:
-    """Yield a folder to write to; it is renamed to `out` at the end, or removed after an error."""
-    draft = out.with_name(out.name + store.PARTIAL)
-    shutil.rmtree(draft, ignore_errors=True)
-    draft.mkdir(parents=True)
-    try:
-        yield draft
-        os.rename(draft, out)
-    except BaseException:
-        shutil.rmtree(draft, ignore_errors=True)
-        raise
-
-
 # Weights ------------------------------------------------------------------------------------------------------------
-
-
-def write_model(folder: Path, shapes: Mapping[str, Shape], pieces: Pieces, dtype: str, shard_bytes: int) -> list[Path]:
-    """Write tensors to `model.safetensors`, or to several files of `shard_bytes` and their index; return the files."""
-    size = DTYPES[dtype][1].itemsize
-    shards: list[dict[str, Shape]] = [{}]
-    filled = 0
-    for name, shape in shapes.items():
-        n_bytes = math.prod(shape) * size
-        if shards[-1] and filled + n_bytes > shard_bytes:
-            shards.append({})
-            filled = 0
-        shards[-1][name] = shape
-        filled += n_bytes
-    count = len(shards)
-    names = [f"model-{k + 1:05d}-of-{count:05d}.safetensors" for k in range(count)]
-    if count == 1:
-        names = ["model.safetensors"]
-    for file, shard in zip(names, shards, strict=True):
-        _write_safetensors(folder / file, shard, pieces, dtype)
-    if count > 1:
-        total = size * sum(math.prod(shape) for shape in shapes.values())
-        file_of = {name: file for file, shard in zip(names, shards, strict=True) for name in shard}
-        index = {"metadata": {"total_size": total}, "weight_map": file_of}
-        _write_json(folder / "model.safetensors.index.json", index)
-    return [folder / file for file in names]
-
-
-def _write_safetensors(path: Path, shapes: Mapping[str, Shape], pieces: Pieces, dtype: str) -> None:
-    label, torch_dtype = DTYPES[dtype]
-    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
-    position = 0
-    for name, shape in shapes.items():
-        end = position + math.prod(shape) * torch_dtype.itemsize
-        header[name] = {"dtype": label, "shape": list(shape), "data_offsets": [position, end]}
-        position = end
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)  # values begin at a multiple of 8
-    with path.open("wb") as file:
-        file.write(struct.pack("<Q", len(text)) + text)
-        for name, shape in shapes.items():
-            written = 0
-            for piece in pieces(name):
-                values = piece.to(torch_dtype).contiguous().view(-1)
-                file.write(values.view(torch.uint8).numpy().data)
-                written += values.numel()
-            assert written == math.prod(shape), f"{name}: {written} values for {shape}"
-
-
-def _write_json(path: Path, value: dict[str, Any]) -> None:
-    path.write_text(json.dumps(value, indent=2) + "\n")
 
 
 class _Tensors:

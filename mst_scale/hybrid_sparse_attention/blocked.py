@@ -42,7 +42,7 @@ class Band:
     high: Bound
 
 
-def bands(pattern: Pattern, length: int, causal: bool) -> Iterator[Band]:
+def _bands(pattern: Pattern, length: int, causal: bool) -> Iterator[Band]:
     """Yield the parts of a pattern. They are disjoint, and the first ones give every row at least one key."""
     n, l = length, min(pattern.stride, length)  # noqa: E741  (the paper's letters)
     whole, rest = divmod(n, l)
@@ -155,7 +155,7 @@ def forward(
     if q.numel():
         (q5, k5), (o5, v5) = _grouped(q, k), _grouped(wide, v)
         top5, total5 = (x.unflatten(1, (k.shape[1], -1)).unsqueeze(-1) for x in (top, total))
-        for band in bands(pattern, q.shape[2], causal):
+        for band in _bands(pattern, q.shape[2], causal):
             qs, ks, vs = band.queries(q5), band.keys(k5), band.keys(v5)
             merged, tops, totals = (band.queries(x) for x in (o5, top5, total5))
             for rows, columns, mask in _tiles(band, qs, ks):
@@ -199,7 +199,7 @@ def backward(  # noqa: PLR0917  (what `sparse_operator` saves)
         top = top.masked_fill(top == -torch.inf, torch.inf)  # a row that has not seen any key: exp(-inf) = 0
         inverse = 1 / total.masked_fill(total == 0.0, 1.0)
         top5, inverse5, d5 = (x.unflatten(1, heads).unsqueeze(-1) for x in (top, inverse, delta))
-        for band in bands(pattern, q.shape[2], causal):
+        for band in _bands(pattern, q.shape[2], causal):
             qs, dos, dqs, tops, inverses, ds = (band.queries(x) for x in (q5, do5, dq5, top5, inverse5, d5))
             ks, vs, dks, dvs = (band.keys(x) for x in (k5, v5, dk5, dv5))
             for rows, columns, mask in _tiles(band, qs, ks):

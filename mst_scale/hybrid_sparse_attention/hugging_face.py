@@ -84,7 +84,7 @@ def _attach(model: Any, pattern: Pattern, backend: str) -> str | None:
     except ImportError as error:
         return f"this version of transformers has no attention interface ({error})"
     AttentionInterface.register(NAME, hugging_face_attention)
-    AttentionMaskInterface.register(NAME, hugging_face_mask)
+    AttentionMaskInterface.register(NAME, _hugging_face_mask)
     model.set_attn_implementation(NAME)
     if config._attn_implementation != NAME:
         return f"{type(model).__name__} does not use transformers' attention interface"
@@ -167,7 +167,7 @@ def _check_not_packed(module: nn.Module, positions: torch.Tensor | None) -> None
         )
 
 
-def hugging_face_mask(*, kv_length: int, **others: Any) -> torch.Tensor | None:
+def _hugging_face_mask(*, kv_length: int, **others: Any) -> torch.Tensor | None:
     """Return None if the mask is only causal; with a cache there always is a mask, from which positions follow."""
     from transformers.masking_utils import sdpa_mask
 

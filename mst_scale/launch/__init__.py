@@ -11,6 +11,7 @@ slurm          submits the job
 slurm_job      what runs inside the job: starts the ranks, on each node too, and requeues the job
 sweep          methods × seeds, by one of the others, and their table
 command_line   options, and commands written so that a shell reads them back
+elastic        how many ranks, or nodes, each start of an elastic run gets
 environment    the variables, processors and GPUs that ranks get
 phases         the jobs of a run whose phases have different numbers of nodes
 placement      whether ranks that share a layer stay on one node

@@ -15,7 +15,7 @@ from pathlib import Path
 from mst_scale import shipped
 from mst_scale.errors import Damaged, UserError
 from mst_scale.launch import local
-from mst_scale.launch.environment import count_gpus, default_processes, set_default
+from mst_scale.launch.environment import default_processes, gpus, set_default
 
 CONFIG = "ds_configs/demo.json"
 # The dense run of the study `demo` with the baseline's loss (8 sequences per step, rate 0.004, seed 1), in bfloat16.
@@ -25,7 +25,7 @@ PROMPT, TOKENS, TEMPERATURE = "    def ", 110, 0.5
 
 def main(words: list[str]) -> int:
     """Run the demo and show what the model writes; all words go to `mst_scale.pretrain`."""
-    if count_gpus() == 0:
+    if not gpus():
         set_default("OMP_NUM_THREADS", "1")
     code = local.run(CONFIG, ["--out", "runs/demo", *words], min(default_processes(), 2))
     if code == 0 and not {"-h", "--help"} & set(words):

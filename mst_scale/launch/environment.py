@@ -22,7 +22,7 @@ CARRIED = (
     "PATH", "PYTHONPATH", "LD_LIBRARY_PATH", "OMP_NUM_THREADS", "PYTORCH_CUDA_ALLOC_CONF",
     "TORCH_NCCL_ASYNC_ERROR_HANDLING", "GLOO_SOCKET_IFNAME", "DEEPSPEED_TIMEOUT", "PYTHONUNBUFFERED",
     "PYTHONFAULTHANDLER", "TORCH_EXTENSIONS_DIR", "DS_ACCELERATOR", "HF_HOME",
-    "MST_LAUNCHER", "MST_RESTART", "MST_START", "MST_TRACEBACK", "MST_PROGRESS",
+    "MST_LAUNCHER", "MST_RESTART", "MST_RESIZED", "MST_START", "MST_TRACEBACK", "MST_PROGRESS",
 )  # fmt: skip
 OF_THE_SHELL = ("_", "PWD", "OLDPWD", "SHLVL")
 
@@ -83,27 +83,27 @@ def shown_variables() -> dict[str, str]:
     return {name: value for name, value in carried_variables().items() if name not in ("PATH", "LD_LIBRARY_PATH")}
 
 
-def count_gpus() -> int:
-    """Return how many GPUs this machine lets us use, without importing torch, which takes seconds."""
+def gpus() -> list[str]:
+    """Return the numbers of the GPUs that this machine lets us use, without importing torch, which takes seconds."""
     if os.environ.get("DS_ACCELERATOR") == "cpu":
-        return 0
+        return []
     if (visible := os.environ.get("CUDA_VISIBLE_DEVICES")) is not None:
-        return sum(bool(name) for name in visible.split(","))
+        return [name for name in visible.split(",") if name]
     try:
         listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=False).stdout
     except OSError:
-        return 0
-    return sum(line.startswith("GPU") for line in listed.splitlines())
+        return []
+    return [str(number) for number in range(sum(line.startswith("GPU") for line in listed.splitlines()))]
 
 
 def default_processes() -> int:
     """Return one process for each GPU of this machine, or two on the CPU."""
-    return count_gpus() or 2
+    return len(gpus()) or 2
 
 
 def use_cpu_without_gpus(processes: int) -> None:
     """Where there is no GPU, let this many processes share the machine's cores."""
-    if count_gpus() == 0:
+    if not gpus():
         os.environ["DS_ACCELERATOR"] = "cpu"
         set_default("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // processes)))
 

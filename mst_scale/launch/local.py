@@ -3,13 +3,19 @@
   mst launch local [options] CONFIG [arguments of mst_scale.pretrain]
   mst launch local gpt2_small --out runs/gpt2
   mst launch local --processes 2 demo --method dense
+  mst launch local --elastic 1:4 gpt2_small --out runs/gpt2; from elsewhere: echo 2 > runs/gpt2/ranks
 
-  CONFIG          a file, or a ready config by name
-  --processes N   number of processes (default: one for each GPU; without a GPU, 2 on the CPU)
-  --restarts N    maximum number of restarts after a failure (default 3), each from the latest complete checkpoint,
-                  after a pause of 10 s, 20 s, 40 s, …
-  --port P        port at which the ranks meet (default: a free one)
-  --dry-run       show what would run
+  CONFIG              a file, or a ready config by name
+  --processes N       number of processes (default: one for each GPU; without a GPU, 2 on the CPU)
+  --elastic MIN:MAX   the number of processes may change: as many as there are GPUs, at most MAX; fewer where a rank
+                      fails twice in a row, or the file of --ranks-from asks for them. The run saves, and continues
+                      with the same global batch, order of the data and schedule
+  --ranks-from FILE   with --elastic: how many processes there shall be, a number that may be rewritten at any time
+                      (default: OUT/ranks; without the file, as many as possible)
+  --restarts N        maximum number of restarts after a failure (default 3), each from the latest complete checkpoint,
+                      after a pause of 10 s, 20 s, 40 s, …
+  --port P            port at which the ranks meet (default: a free one)
+  --dry-run           show what would run
 
 On SIGTERM, SIGUSR1 or Ctrl-C the ranks save and end; the same command continues the run. launchers/cluster.sh sets
 the environment. In a clone you can also call launchers/local.sh.
@@ -20,16 +26,21 @@ from __future__ import annotations
 import functools
 import os
 import sys
+from argparse import Namespace
 from collections.abc import Callable
 
 from mst_scale.comm import free_port
+from mst_scale.errors import UserError
 from mst_scale.launch.command_line import quoted, read_options, split_config
+from mst_scale.launch.elastic import FLAG, elastic_places, keep_changing
 from mst_scale.launch.environment import (
     default_processes,
+    gpus,
     load_cluster_settings,
     shown_variables,
     use_cpu_without_gpus,
 )
+from mst_scale.launch.node import ranks_of_node
 from mst_scale.launch.placement import check_groups
 from mst_scale.launch.restarts import RESTARTS, keep_running
 from mst_scale.launch.supervisor import Supervisor, ask_ranks
@@ -37,9 +48,18 @@ from mst_scale.launch.supervisor import Supervisor, ask_ranks
 
 def main(words: list[str]) -> int:
     """Read the options and run; return the exit code."""
-    numbers = {"--processes": None, "--restarts": RESTARTS, "--port": None}
-    options, rest = read_options(words, __doc__, numbers=numbers, flags=["--dry-run"])
+    options, rest = read_options(
+        words,
+        __doc__,
+        numbers={"--processes": None, "--restarts": RESTARTS, "--port": None},
+        texts={"--elastic": None, "--ranks-from": None},
+        flags=["--dry-run"],
+    )
     config, arguments = split_config(rest)
+    if options.elastic is not None:
+        return _run_elastic(config, [FLAG, *arguments], options)
+    if options.ranks_from is not None:
+        raise UserError(f"--ranks-from {options.ranks_from} needs {FLAG} MIN:MAX")
     processes = options.processes or default_processes()
     return run(config, arguments, processes, restarts=options.restarts, port=options.port, dry_run=options.dry_run)
 
@@ -55,9 +75,7 @@ def run(
 ) -> int:
     """Pretrain with this many processes of this machine, through DeepSpeed's launcher, and return the exit code."""
     check_groups(config, [("this machine", processes)], arguments)
-    use_cpu_without_gpus(processes)
-    load_cluster_settings()
-    os.environ["MST_LAUNCHER"] = "local"
+    _set_environment(processes)
 
     def command() -> list[str]:
         return [
@@ -73,11 +91,42 @@ def run(
     return keep_running(supervisor, functools.partial(_start, supervisor, command), config, arguments, restarts)
 
 
-def _start(supervisor: Supervisor, command: Callable[[], list[str]]) -> int:
+def _run_elastic(config: str, arguments: list[str], options: Namespace) -> int:
+    """Pretrain with a number of processes that may change, and return the exit code."""
+    if options.processes is not None:
+        raise UserError(f"--processes {options.processes} is one number, and {FLAG} a range: leave one of them out")
+    places = elastic_places(options.elastic, config, arguments, options.ranks_from, gpus)
+    _set_environment(places.allowed.most)
+
+    def command(taken: list[str]) -> list[str]:
+        # without DeepSpeed's runner, which for one machine only starts this, after importing torch a second time
+        words = ["mst_scale.pretrain", "--deepspeed_config", config, *arguments]
+        return ranks_of_node({"localhost": taken}, 0, "127.0.0.1", str(options.port or free_port()), *words)
+
+    if options.dry_run:
+        print(quoted(command(places.take()), shown_variables()))
+        return 0
+    supervisor = Supervisor(ask_ranks)
+
+    def start(taken: list[str]) -> int:
+        return _start(supervisor, functools.partial(command, taken), lambda: places.changed(len(taken)))
+
+    return keep_running(
+        supervisor, functools.partial(keep_changing, supervisor, places, start), config, arguments, options.restarts
+    )
+
+
+def _set_environment(processes: int) -> None:
+    use_cpu_without_gpus(processes)
+    load_cluster_settings()
+    os.environ["MST_LAUNCHER"] = "local"
+
+
+def _start(supervisor: Supervisor, command: Callable[[], list[str]], leave: Callable[[], bool] | None = None) -> int:
     try:
         words = command()
     except OSError as error:  # no port is free now
         print(f"mst_scale: {error}", file=sys.stderr)
         return 1
     # a Ctrl-C must not reach DeepSpeed's launcher, which would end its ranks after 30 s
-    return supervisor.run(words, own_session=True)
+    return supervisor.run(words, own_session=True, leave=leave)

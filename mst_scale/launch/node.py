@@ -8,10 +8,13 @@ The hostfile and Slurm launchers start this on each node; it is of no use by han
 
 from __future__ import annotations
 
+import base64
 import contextlib
+import json
 import os
 import re
 import signal
+import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -43,6 +46,29 @@ def run(job: str, command: Sequence[str], variables: Mapping[str, str] | None = 
         return supervisor.run(command, variables=variables, ignored=(signal.SIGUSR1,))
     finally:
         pid_file.unlink(missing_ok=True)
+
+
+def ranks_of_node(
+    world: Mapping[str, Sequence[str]], number: int, address: str, port: str, module: str, *arguments: str
+) -> list[str]:
+    """Return the command that starts the ranks of one node through DeepSpeed's launcher.
+
+    Args:
+        world: The GPUs, or just the numbers of the ranks, of each node by its name.
+        number: The number of this node among them.
+        address: Where the ranks meet.
+        port: The port there.
+        module: The program that each rank runs.
+        arguments: Its arguments.
+    """
+    encoded = base64.urlsafe_b64encode(json.dumps(world).encode()).decode()
+    # the doctor takes no --local_rank, which DeepSpeed's launcher would put before its verb
+    no_local_rank = [] if module == "mst_scale.pretrain" else ["--no_local_rank"]
+    return [
+        sys.executable, "-u", "-m", "deepspeed.launcher.launch", f"--world_info={encoded}", f"--node_rank={number}",
+        f"--master_addr={address}", f"--master_port={port}", "--log_level=error",
+        "--module", *no_local_rank, module, *arguments,
+    ]  # fmt: skip
 
 
 def _stop(job: str) -> None:

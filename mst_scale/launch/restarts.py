@@ -1,5 +1,7 @@
 """Starts a run again when it fails, from its latest complete checkpoint, with longer and longer pauses.
 
+After silent corruption the run itself chooses an earlier checkpoint (`pretrain.resume`).
+
 It is not started again where that cannot help: after a usage error, and when it diverges at the same step as before.
 """
 
@@ -16,6 +18,7 @@ from mst_scale.pretrain.outcome import outcome
 
 RESTARTS = 3  # by default
 LONGEST_PAUSE = 600.0  # seconds
+CORRUPTED = 4  # a rank has computed or kept a wrong value
 NOT_RESTARTED = (0, 2, 126, 127)  # done, usage error, a command that cannot be started
 
 
@@ -38,9 +41,7 @@ def keep_running(
     Returns:
         The exit code for the launcher.
     """
-    pause, healthy = (
-        float(os.environ.get(name) or default) for name, default in (("MST_PAUSE", 10), ("MST_HEALTHY", 3600))
-    )
+    pause, healthy = float(os.environ.get("MST_PAUSE") or 10), healthy_seconds()
     argv = ["--deepspeed_config", config, *arguments]
     attempt = 0
     while True:
@@ -62,13 +63,16 @@ def keep_running(
             return code
         seconds = min(pause * 2**attempt, LONGEST_PAUSE)
         attempt += 1
-        _say(
-            f"the run ended with code {code}; it starts again from its latest complete checkpoint in {seconds:g} s "
-            f"({attempt} of {restarts})"
-        )
+        where = "a checkpoint that was verified" if code == CORRUPTED else "its latest complete checkpoint"
+        _say(f"the run ended with code {code}; it starts again from {where} in {seconds:g} s ({attempt} of {restarts})")
         supervisor.pause(seconds)
         if supervisor.asked_to_stop():
             return code
+
+
+def healthy_seconds() -> float:
+    """Return how long a start lasts at least before its failure has nothing to do with that of the start before."""
+    return float(os.environ.get("MST_HEALTHY") or 3600)
 
 
 def _say(message: str) -> None:

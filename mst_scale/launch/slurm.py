@@ -2,11 +2,15 @@
 
   mst launch slurm [options] CONFIG [arguments of mst_scale.pretrain]
   mst launch slurm --nodes 4 --time 24:00:00 --partition a100 gpt3_1.3b --out /shared/runs/1.3b
+  mst launch slurm --elastic 2:8 --time 24:00:00 --partition a100 gpt3_1.3b --out /shared/runs/1.3b
 
   CONFIG              a file, or a ready config by name
   --nodes N           number of nodes (default 1)
   --nodes-by-phase P  another number of nodes for each phase: warmup=4,ultra=1,restore=4,dense=4 submits one job for
                       each change, which waits for the one before and continues its run on its own nodes
+  --elastic MIN:MAX   between MIN and MAX nodes, as many as are free at the start of each job; a job that loses nodes
+                      continues on the others while at least MIN are left. The global batch, the order of the data and
+                      the schedule stay the same
   --gpus-per-node N   GPUs, and ranks, per node (default 8); 0 runs on the CPU, see --ranks-per-node
   --ranks-per-node N  ranks per node, if not one for each GPU
   --cpus-per-rank N   cores per rank (default: your cluster's)
@@ -35,6 +39,7 @@ import subprocess
 from mst_scale.errors import UserError
 from mst_scale.launch import phases, slurm_job
 from mst_scale.launch.command_line import quoted, read_options, split_config
+from mst_scale.launch.elastic import FLAG, allowed, read_run
 from mst_scale.launch.environment import ROOT, SCRIPTS
 from mst_scale.launch.placement import check_groups
 from mst_scale.launch.restarts import RESTARTS
@@ -46,12 +51,12 @@ def main(words: list[str]) -> int:
         words,
         __doc__,
         numbers={
-            "--nodes": 1, "--gpus-per-node": 8, "--ranks-per-node": None, "--cpus-per-rank": None, "--grace": 300,
+            "--nodes": None, "--gpus-per-node": 8, "--ranks-per-node": None, "--cpus-per-rank": None, "--grace": 300,
             "--restarts": RESTARTS, "--requeues": 5,
         },
         texts={
             "--time": None, "--partition": None, "--account": None, "--job-name": None, "--log": "slurm-%j.out",
-            "--starter": "srun", "--nodes-by-phase": None,
+            "--starter": "srun", "--nodes-by-phase": None, "--elastic": None,
         },
         lists=["--sbatch"],
         flags=["--doctor", "--dry-run"],
@@ -64,11 +69,20 @@ def main(words: list[str]) -> int:
     if ranks == 0:
         raise UserError("how many ranks on each node? --ranks-per-node N")
     check_groups(config, [("each node", ranks)], arguments)
+    nodes, numbers = str(options.nodes or 1), None
+    if options.elastic is not None:
+        for name, value in (("--nodes", options.nodes), ("--nodes-by-phase", options.nodes_by_phase)):
+            if value is not None:
+                raise UserError(f"{name} {value} states the number of nodes, and {FLAG} a range: leave one of them out")
+        arguments = [FLAG, *arguments]
+        numbers = allowed(options.elastic, read_run(config, arguments)[0], ranks).numbers
+        nodes = f"{numbers[0]}-{numbers[-1]}"
 
     tasks = ranks
     if options.starter == "deepspeed":
         tasks, cpus = 1, cpus and cpus * ranks
-    submit = [f"--ntasks-per-node={tasks}"]
+    # with tasks per node, Slurm would give a range of nodes no more than its minimum
+    submit = [f"--ntasks-per-node={tasks}" if numbers is None else f"--mincpus={tasks * (cpus or 1)}"]
     submit += [f"--cpus-per-task={cpus}"] if cpus else []
     # B: only the job's shell gets the warning, and hands it on; it must live to requeue the job.
     submit += ["--requeue", "--open-mode=append", f"--output={options.log}", f"--signal=B:USR1@{options.grace}"]
@@ -84,23 +98,26 @@ def main(words: list[str]) -> int:
         exported = {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": threads}
     if options.doctor:
         exported["MST_DOCTOR"] = "1"
+    if numbers is not None:
+        submit.append("--no-kill")
+        exported[slurm_job.ELASTIC] = options.elastic
     os.environ.update(exported)
     words = [str(SCRIPTS / "slurm_job.sh"), str(ROOT), options.starter, str(ranks)]
     words += [str(options.restarts), str(options.requeues), config, *arguments]
     if options.nodes_by_phase is not None:
         shares = phases.shares_of(options.nodes_by_phase, config, arguments)
     else:
-        shares = [phases.Share((), options.nodes, None)]
+        shares = [phases.Share((), options.nodes or 1, None)]
     if not options.dry_run and shutil.which("sbatch") is None:
         raise UserError("there is no sbatch here: log in where jobs are submitted, or use mst launch hostfile")
     before = None
     for share in shares:
         stop = [] if share.stop_at is None else ["--stop-at", str(share.stop_at)]
         after: list[str] = [] if before is None else [f"--dependency=afterok:{before}", "--kill-on-invalid-dep=yes"]
-        command = ["sbatch", f"--nodes={share.nodes}", *after, *submit, *words, *stop]
+        command = ["sbatch", f"--nodes={nodes if numbers else share.nodes}", *after, *submit, *words, *stop]
         if options.dry_run:
             print(quoted(command, exported))
-            step = slurm_job.Step(options.starter, share.nodes, ranks, cpus)
+            step = slurm_job.Step(options.starter, numbers[-1] if numbers else share.nodes, ranks, cpus)
             slurm_job.show(step, config, [*arguments, *stop])
             before = "JOB-BEFORE"
         elif len(shares) == 1:

@@ -7,24 +7,30 @@
 
 from __future__ import annotations
 
-import base64
-import json
+import dataclasses
 import os
 import re
 import signal
 import sys
 import tempfile
+import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
 from mst_scale.launch import node
 from mst_scale.launch.command_line import quoted
+from mst_scale.launch.elastic import FLAG, Allowed, allowed, read_run
 from mst_scale.launch.environment import SCRIPTS, load_cluster_settings, shown_variables
 from mst_scale.launch.restarts import keep_running
-from mst_scale.launch.supervisor import Supervisor, forward, output_of, unblock
+from mst_scale.launch.supervisor import Supervisor, output_of, send, spawn, unblock
 
 PORT_OF_DOCTOR = 15  # in addition to those of up to 15 starts of a job
+ELASTIC = "MST_ELASTIC"  # the variable with MIN:MAX
+PROBE_SECONDS = "10"
+STUCK_SECONDS = 15.0  # after a rank was lost, in which the others end
+TOO_FEW_NODES = 126  # a code after which the job is queued again instead of starting the run once more
 FAILURES = re.compile(r"(.*?) ?mst_failures=([0-9]+)")
 
 
@@ -36,11 +42,16 @@ class Step:
     nodes: int
     ranks: int  # per node
     cpus_per_task: int | None
+    names: tuple[str, ...] = ()
+    """The nodes, where the step does not use all of the job."""
 
     def command(self, *words: str) -> list[str]:
         """Return what runs `python -m WORDS…` on every rank."""
         task = ["bash", str(SCRIPTS / "slurm_rank.sh")]
         step = ["srun", "--kill-on-bad-exit=1"]
+        if self.names:
+            # overlap: Slurm may regard the step before as running, as long as it waits for a node that is gone
+            step += [f"--nodes={self.nodes}", f"--nodelist={','.join(self.names)}", "--overlap"]
         if self.starter == "srun":
             # block: ranks fill one node after the other, whatever the cluster's default
             step += [f"--ntasks={self.nodes * self.ranks}", f"--ntasks-per-node={self.ranks}", "--distribution=block"]
@@ -71,22 +82,20 @@ def _steps(step: Step, config: str, arguments: list[str]) -> list[list[str]]:
 class Job:
     """The Slurm job that this process is the shell of."""
 
-    def __init__(self, supervisor: Supervisor, step: Step, scratch: Path):
-        self.supervisor = supervisor
+    def __init__(self, scratch: Path):
+        self.supervisor = Supervisor(self.ask)  # first of all: no signal must be lost
         self.number = os.environ["SLURM_JOB_ID"]
         self.node_list = os.environ.get("SLURM_JOB_NODELIST", "")
-        self._variables = step.variables()
         # Ranks make these files, as both a saved and a finished run end with code 0, and a preemption with a grace time
         # reaches the ranks alone; and srun's exit code is the highest of all, that of a task which it ended (143).
-        self._stopped, self._refused, self._diverged = (scratch / name for name in ("stopped", "refused", "diverged"))
-        first = output_of("scontrol", "show", "hostnames", self.node_list).partition("\n")[0]
-        # the address by which Slurm itself reaches the first node; its name need not resolve everywhere
-        found = re.search(r"NodeAddr=(\S+)", output_of("scontrol", "--oneliner", "show", "node", first))
+        names = ("stopped", "refused", "diverged", "corrupted", "lost")
+        self._stopped, self._refused, self._diverged, self._corrupted, self._lost = (scratch / name for name in names)
         os.environ.update(
-            MASTER_ADDR=found[1] if found else first,
             MST_STOPPED=str(self._stopped),
             MST_REFUSED=str(self._refused),
             MST_DIVERGED=str(self._diverged),
+            MST_CORRUPTED=str(self._corrupted),
+            MST_FAILED=str(self._lost),
         )
         # The failures of this job's earlier starts, kept in its comment: Slurm's own count includes preemptions.
         comment = output_of("squeue", "--noheader", f"--jobs={self.number}", "--format=%k").strip()
@@ -99,20 +108,45 @@ class Job:
         """Whether the last start ended because a rank was asked to stop."""
         return self._stopped.exists()
 
-    def run(self, command: list[str], start: int) -> int:
+    def nodes(self) -> list[str]:
+        """Return the nodes of the job that Slurm has not taken out of it because they failed."""
+        listed = output_of("squeue", "--noheader", f"--jobs={self.number}", "--format=%N").strip() or self.node_list
+        return _hosts(listed)
+
+    def run(self, step: Step, command: list[str], start: int) -> int:
         """Run a step and return its exit code.
 
         Every start gets another port, as the one before may still be closing its connections. From 32768 on the system
         gives ports to any connection.
         """
-        for file in (self._stopped, self._refused, self._diverged):
+        for file in (self._stopped, self._refused, self._diverged, self._corrupted, self._lost):
             file.unlink(missing_ok=True)
         requeues = int(os.environ.get("SLURM_RESTART_COUNT") or 0)
+        first = step.names[0] if step.names else _hosts(self.node_list)[0]
+        # the address by which Slurm itself reaches the first node; its name need not resolve everywhere
+        found = re.search(r"NodeAddr=(\S+)", output_of("scontrol", "--oneliner", "show", "node", first))
+        os.environ["MASTER_ADDR"] = found[1] if found else first
         os.environ["MASTER_PORT"] = str(20000 + (int(self.number) * 16 + start + requeues) % 12000)
-        code = self.supervisor.run(command, variables=self._variables)
+        code = self.supervisor.run(command, variables=step.variables(), leave=self.is_stuck if step.names else None)
         if self._refused.exists():
             return 2
+        if self._corrupted.exists():
+            return 4
         return 3 if self._diverged.exists() else code
+
+    def is_stuck(self) -> bool:
+        """Return whether a rank was lost a while ago, and srun still waits for its node.
+
+        It would do so until Slurm itself regards the node as down, which takes minutes (SlurmdTimeout).
+        """
+        try:
+            return time.time() - self._lost.stat().st_mtime > STUCK_SECONDS
+        except OSError:
+            return False
+
+    def ask(self, pids: list[int], again: bool) -> None:
+        """Let the ranks save and end, which srun hands on to them, or end srun if it is stuck."""
+        send(pids, signal.SIGKILL if self.is_stuck() else signal.SIGUSR1)
 
     def count_failure(self) -> None:
         """Keep in the job's comment that it has failed once more."""
@@ -128,30 +162,81 @@ class Job:
         os.execvp("sleep", ["sleep", "60"])
 
 
+def _hosts(node_list: str) -> list[str]:
+    return output_of("scontrol", "show", "hostnames", node_list).split() or [""]
+
+
+def _answering(nodes: Sequence[str]) -> list[str]:
+    """Return those of the job's nodes on which a step runs.
+
+    Slurm itself notices that a node is gone after minutes (SlurmdTimeout).
+    """
+    probes = {node: ["srun", "--nodes=1", "--ntasks=1", f"--nodelist={node}", "--overlap", "true"] for node in nodes}
+    children = {node: spawn(["timeout", PROBE_SECONDS, *probe]) for node, probe in probes.items()}
+    return [node for node, child in children.items() if child.wait() == 0]
+
+
+class ElasticSteps:
+    """The steps of a job of which every start uses as many nodes as are left."""
+
+    def __init__(self, job: Job, step: Step, numbers: Allowed):
+        self.job, self.step, self.numbers = job, step, numbers
+        self._said: str | None = None
+
+    def next(self, restarted: bool) -> Step | None:
+        """Return the step of the next start, or None if too few nodes are left.
+
+        Args:
+            restarted: Whether a start has failed before, so that a node may be gone.
+        """
+        nodes = self.job.nodes()
+        if restarted:
+            nodes = _answering(nodes)
+        number = self.numbers.largest(len(nodes))
+        if number is None:
+            _say(f"{len(nodes)} nodes are left, and {FLAG} needs at least {self.numbers.numbers[0]}")
+            return None
+        said = f"the run uses {number} of {len(nodes)} nodes"
+        if number < len(nodes):
+            said += ", because more cannot share the global batch"
+        if said != self._said:
+            _say(said)
+            self._said = said
+        return dataclasses.replace(self.step, nodes=number, names=tuple(nodes[:number]))
+
+
 def main(words: list[str]) -> int:
     """Run the job and return its exit code."""
     if not words or words[0] in ("--help", "-h"):
         print((__doc__ or "").strip())
         return 0
-    supervisor = Supervisor(forward(signal.SIGUSR1))  # srun hands it on to its tasks
+    scratch = tempfile.TemporaryDirectory(prefix="mst-")
+    job = Job(Path(scratch.name))
+    supervisor = job.supervisor
     _, starter, ranks, restarts, requeues, config, *arguments = words
     load_cluster_settings()
     os.environ["MST_LAUNCHER"] = "slurm"
     nodes = os.environ.get("SLURM_JOB_NUM_NODES") or os.environ["SLURM_NNODES"]
     step = Step(starter, int(nodes), int(ranks), int(os.environ.get("SLURM_CPUS_PER_TASK") or 0))
-    scratch = tempfile.TemporaryDirectory(prefix="mst-")
-    job = Job(supervisor, step, Path(scratch.name))
-    *doctor, run = _steps(step, config, arguments)
+    steps = None
+    if text := os.environ.get(ELASTIC):
+        steps = ElasticSteps(job, step, allowed(text, read_run(config, arguments)[0], step.ranks))
+        step = steps.next(restarted=False) or step
+
+    def start() -> int:
+        number = int(os.environ["MST_RESTART"])
+        now = step if steps is None else steps.next(restarted=number > 0)
+        return TOO_FEW_NODES if now is None else job.run(now, _steps(now, config, arguments)[-1], number)
+
+    *doctor, _ = _steps(step, config, arguments)
     code = 0
     if doctor:
-        code = job.run(doctor[0], PORT_OF_DOCTOR)
+        code = job.run(step, doctor[0], PORT_OF_DOCTOR)
         if code == 1 and not supervisor.asked_to_stop():  # any other code is no report, but a rank that was killed
             _say(f"what the doctor has found ends this job before its run ({job.node_list})")
             return 1
     if code == 0 and not supervisor.asked_to_stop():
-        code = keep_running(
-            supervisor, lambda: job.run(run, int(os.environ["MST_RESTART"])), config, arguments, int(restarts)
-        )
+        code = keep_running(supervisor, start, config, arguments, int(restarts))
     stopping = supervisor.asked_to_stop()
     if stopping and supervisor.stopping != signal.SIGUSR1:  # this process itself was asked to stop
         _say("the job was asked to stop for good; the same command continues its run")
@@ -169,16 +254,10 @@ def start_node(words: list[str]) -> int:
     """Start the ranks of one node through DeepSpeed's launcher, as a task of the step: RANKS MODULE [arguments]."""
     ranks, module, *arguments = words
     number = os.environ["SLURM_NODEID"]
-    # the form in which DeepSpeed's launcher takes it; with the nodes' numbers for names
-    world = json.dumps({f"node{n}": list(range(int(ranks))) for n in range(int(os.environ["SLURM_NNODES"]))})
-    # the doctor takes no --local_rank, which DeepSpeed's launcher would put before its verb
-    no_local_rank = [] if module == "mst_scale.pretrain" else ["--no_local_rank"]
-    command = [
-        sys.executable, "-u", "-m", "deepspeed.launcher.launch",
-        f"--world_info={base64.urlsafe_b64encode(world.encode()).decode()}", f"--node_rank={number}",
-        f"--master_addr={os.environ['MASTER_ADDR']}", f"--master_port={os.environ['MASTER_PORT']}",
-        "--log_level=error", "--module", *no_local_rank, module, *arguments,
-    ]  # fmt: skip
+    nodes = os.environ.get("SLURM_STEP_NUM_NODES") or os.environ["SLURM_NNODES"]  # a step may use fewer than the job
+    world = {f"node{n}": [str(rank) for rank in range(int(ranks))] for n in range(int(nodes))}
+    address, port = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
+    command = node.ranks_of_node(world, int(number), address, port, module, *arguments)
     return node.run(f"{os.environ['SLURM_JOB_ID']}-{number}", command)
 
 

@@ -18,6 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 import psutil
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
+LOOK_EVERY = 1.0  # seconds between two questions whether the ranks are to leave
 NOT_BEGUN = 128 + signal.SIGTERM  # the exit code of a start that was asked to stop before it began
 
 Ask = Callable[[list[int], bool], None]  # process ids of the children, whether they were asked before
@@ -58,6 +59,7 @@ class Supervisor:
         own_session: bool = False,
         ignored: tuple[signal.Signals, ...] = (),
         patience: float | None = None,
+        leave: Callable[[], bool] | None = None,
     ) -> int:
         """Run these commands side by side until all have ended.
 
@@ -67,16 +69,17 @@ class Supervisor:
             own_session: Whether a Ctrl-C reaches this process alone, and not them too.
             ignored: Signals that they ignore, as long as they set no handler.
             patience: Seconds after which the others are asked to end when one has failed.
+            leave: Called every second; once it returns True, the ranks save and end as after a signal.
 
         Returns:
-            The exit code of the first that failed, or 0. 2 (usage error) and 3 (diverged) come before any other code:
-            they are those of ranks, and tell more than the 1 of ranks that were ended.
+            The exit code of the first that failed, or 0. 2 (usage error), 3 (diverged) and 4 (corrupted) come before
+            any other code: they are those of ranks, and tell more than the 1 of ranks that were ended.
         """
         if self.asked_to_stop():
             return NOT_BEGUN
         environment = {**os.environ, **(variables or {})}
         again = float(os.environ.get("MST_ASK_AGAIN") or 10)
-        worst, asked, ask_at = 0, False, None
+        worst, asked, ask_at, leaves = 0, False, None, False
         try:
             for command in commands:
                 child = spawn(command, environment, own_session, ignored)
@@ -86,17 +89,22 @@ class Supervisor:
             worst = 127 if isinstance(error, FileNotFoundError) else 126
         while self._children:
             now = time.monotonic()
+            if leave is not None and not leaves and leave():
+                leaves, ask_at = True, now
             if self.stopping is not None and not asked:
                 ask_at = now
             if ask_at is not None and now >= ask_at:
                 self._ask(list(self._children), asked or self.stopping is None)
                 asked, ask_at = self.stopping is not None, now + again
-            self._wait(None if ask_at is None else max(0.0, ask_at - time.monotonic()))
+            seconds = None if ask_at is None else max(0.0, ask_at - time.monotonic())
+            if leave is not None and not leaves:
+                seconds = LOOK_EVERY if seconds is None else min(seconds, LOOK_EVERY)
+            self._wait(seconds)
             for pid, child in list(self._children.items()):
                 if child.poll() is not None:
                     del self._children[pid]
                     code = child.returncode if child.returncode >= 0 else 128 - child.returncode
-                    if code and (worst == 0 or code in (2, 3)):
+                    if code and (worst == 0 or code in (2, 3, 4)):
                         worst = code
                     if code and patience is not None and ask_at is None:
                         ask_at = time.monotonic() + patience

@@ -57,7 +57,7 @@ def active_counts(shapes: Sequence[Shape], sparsity: float, kind: str = "erdos-r
 
 def stored_length(count: int) -> int:
     """Return the length of a vector that stores this number of active weights, and zeros up to a multiple of 64."""
-    return -(-count // STORED_MULTIPLE) * STORED_MULTIPLE
+    return max(1, -(-count // STORED_MULTIPLE)) * STORED_MULTIPLE
 
 
 def _shares(sizes: Sequence[int], mass: Sequence[int], sparsity: float) -> list[Fraction]:

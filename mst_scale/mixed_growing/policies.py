@@ -35,7 +35,7 @@ def itself(values: Tensor) -> Tensor:
     return values
 
 
-def weight_and_gradient(w: Tensor, g: Tensor, share: float) -> Tensor:
+def _weight_and_gradient(w: Tensor, g: Tensor, share: float) -> Tensor:
     """Return |w| + λ|g|, rounded twice, because a fused multiply-add rounds differently at the ends of a slice."""
     return g.abs().mul_(share).add_(w.abs())
 
@@ -83,7 +83,7 @@ class Policy:
 
 def mest(share: float = 1.0) -> Policy:
     """Return MEST's policy with λ = `share`."""
-    criterion = Criterion(partial(weight_and_gradient, share=share), ("weight", "gradient"))
+    criterion = Criterion(partial(_weight_and_gradient, share=share), ("weight", "gradient"))
     return Policy("mest", prune=criterion, random_share=1.0)
 
 

@@ -120,7 +120,7 @@ def _sampled_brackets(
 
     ends = []  # per layer: positions in the sorted sample to enclose, and whether the list may start at the best score
     ranges = [whole[i] for i in sampled]
-    count_type = count_type_of(requests)
+    count_type = _count_type_of(requests)
     coarse, shifts = histograms(samples, ranges, SAMPLE_BITS, count_type, exchange)
     for row, i in enumerate(sampled):
         counts = list(accumulate(coarse[row]))
@@ -310,7 +310,7 @@ def _refine(
         widest = (ROUND_BYTES // (4 * len(layers))).bit_length() - 1
         digit_bits = min(max(widest, DIGIT_BITS[0]), DIGIT_BITS[1])
         ranges = [(layer.low, layer.high) for layer in layers]
-        rows, shifts = histograms([x.values for x in layers], ranges, digit_bits, count_type_of(requests), exchange)
+        rows, shifts = histograms([x.values for x in layers], ranges, digit_bits, _count_type_of(requests), exchange)
         still = []
         for layer, shift, row in zip(layers, shifts, rows, strict=True):
             total = list(accumulate(row))
@@ -355,6 +355,6 @@ def histograms(
     return exchange.sum(torch.stack(rows).to(count_type)).tolist(), shifts
 
 
-def count_type_of(requests: Sequence[Request]) -> torch.dtype:
+def _count_type_of(requests: Sequence[Request]) -> torch.dtype:
     """Return the dtype of counts: int32 unless a layer has too many weights for it."""
     return torch.int32 if all(request.shard.numel < 2**31 for request in requests) else torch.int64

@@ -48,7 +48,7 @@ def initialize(
             continue
         name = name_of(path)
         with _together(module):
-            fill_normal(module.weight, std_of(name), counter_hash(seed, name))
+            _fill_normal(module.weight, std_of(name), counter_hash(seed, name))
             if isinstance(module, nn.Linear) and module.bias is not None:
                 nn.init.zeros_(module.bias)
 
@@ -64,7 +64,7 @@ def _together(module: nn.Module) -> contextlib.AbstractContextManager[Any]:
 
 
 @torch.no_grad()
-def fill_normal(weight: torch.Tensor, std: float, seed: int) -> None:
+def _fill_normal(weight: torch.Tensor, std: float, seed: int) -> None:
     """Fill a weight, or a rank's cut of it, with N(0, `std`); the values are the same on any device and for any cut.
 
     They are drawn on the CPU in float32, in pieces, and rounded to the weight's dtype.

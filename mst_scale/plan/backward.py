@@ -96,7 +96,7 @@ class _Backward:
     def _head(self, saved: int) -> Iterator[Moment]:
         model, w = self.model, self.s.weight_bytes
         logits = self.predicted * model.padded_vocab
-        yield Moment(saved + self.ends, w * logits + fp32_pieces(self.predicted, model.padded_vocab) + self.waits)
+        yield Moment(saved + self.ends, w * logits + _fp32_pieces(self.predicted, model.padded_vocab) + self.waits)
         name = "wte.weight" if model.tied_head else "lm_head.weight"
         working = w * logits + self.stream + self._dense(name)
         yield self._moment(saved + self.ends - w * logits, working, "lm_head", "")  # "": the bias of BERT's head
@@ -125,7 +125,7 @@ class _Backward:
         return 0 if p is None else self.s.weight_bytes * p.whole * (1 if p.active is None else 2)
 
 
-def fp32_pieces(rows: int, columns: int) -> int:
+def _fp32_pieces(rows: int, columns: int) -> int:
     """Return the bytes of the pieces in which the loss computes with logits of this shape."""
     each = max(1, PIECE // columns)
     return FP32 * columns * min(rows, PIECES * each)

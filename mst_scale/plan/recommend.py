@@ -134,14 +134,16 @@ def fitting(
 
 def recommend(found: list[Choice], setting: Setting, fixed: Mapping[str, int] = FREE) -> Choice | None:
     """Choose from `fitting`; None if nothing fits."""
-    wanted = [choice for choice in found if fixed.get("pipeline", 1) > 1 or keeps_accumulation(choice.setting, setting)]
+    wanted = [
+        choice for choice in found if fixed.get("pipeline", 1) > 1 or _keeps_accumulation(choice.setting, setting)
+    ]
     if not wanted:
         return None
     close = [choice for choice in wanted if choice.seconds.total <= wanted[0].seconds.total * (1 + CLOSE)]
     return next((choice for choice in close if choice.setting == setting), min(close, key=_simplicity))
 
 
-def keeps_accumulation(s: Setting, setting: Setting) -> bool:
+def _keeps_accumulation(s: Setting, setting: Setting) -> bool:
     """Return whether gradients are accumulated in the config's type: if not, a pipeline is not proposed."""
     return s.pipeline == 1 or s.accumulate == setting.accumulate or setting.pipeline > 1
 
@@ -232,7 +234,7 @@ def not_proposed(recommended: Choice, rows: Sequence[Choice], setting: Setting) 
     """Return a sentence about the fastest layout if it is a pipeline that would change the accumulation type."""
     won, (fastest, *_) = recommended.setting, rows
     s = fastest.setting
-    if s.sizes == won.sizes or won.pipeline > 1 or keeps_accumulation(s, setting):
+    if s.sizes == won.sizes or won.pipeline > 1 or _keeps_accumulation(s, setting):
         return []
     faster = 100 * (1 - fastest.seconds.total / recommended.seconds.total)
     return [

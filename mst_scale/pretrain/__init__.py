@@ -10,5 +10,6 @@ schedules       the learning rate; extended runs, and branches that decay from a
 batches         the micro-batches of a rank: one optimizer step, the validation loss
 saving          checkpoints, written now or in the background, and what a failed save means
 spikes          loss spikes, and the batches to skip after them
+elastic         how many ranks can train a run, and what its ranks do where their number may change
 outcome         tells a launcher whether to restart the run
 """

@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mst_scale import zero_shards
-from mst_scale.checkpoints import store
+from mst_scale.checkpoints import mask_files, store
 from mst_scale.comm import Mesh, Ranks, logger
 from mst_scale.config import DataConfig, Experiment, ModelConfig, to_dict
 from mst_scale.config.check import batch_shape
@@ -40,6 +40,8 @@ from mst_scale.flops.budgets import Before, before
 from mst_scale.flops.formulas import KEYS, optimizer_flops
 from mst_scale.flops.ledger import Ledger
 from mst_scale.hugging_face import start_from
+from mst_scale.mixed_growing import packed_bits
+from mst_scale.mixed_growing.masks import assemble
 from mst_scale.models import build
 from mst_scale.models.gpt import GPT
 from mst_scale.plan.expected_gain import expect
@@ -140,7 +142,7 @@ def prepare(
     if source is None:
         stretch = storage.stretch_after(stretches, 0, 0)
     begins("corpus", f" {fitted.data.dir or fitted.data.source or ''}")
-    folder = ranks.on_first(lambda: prepare_corpus(fitted.data), long=True)
+    folder = ranks.on_first(lambda: _prepare_corpus(fitted.data), long=True)
 
     def open_split(split: str, seed: int) -> Sampler:
         return open_sampler(folder, split, fitted.model, seed, check_ids=ranks.first)
@@ -152,7 +154,7 @@ def prepare(
     weights, growth = None, None
     if source is None and fitted.mst.growth is not None:
         begins("growth", f" from {fitted.mst.grow_from}")
-        growth = grow_weights(fitted, train, batch, micro, ranks)
+        growth = _grow_weights(fitted, train, batch, micro, ranks)
         ledger.begin(growth.cost.total)
         weights = growth.weights
     elif source is None:
@@ -163,7 +165,7 @@ def prepare(
     if stretches:
         logger.info("%s", storage.describe(stretches))
         chosen = storage.of_stretch(chosen, stretch)
-    engine = ranks.agree(lambda: _build_engine(chosen, out, weights, mesh))
+    engine = ranks.agree(lambda: _build_engine(chosen, out, weights, mesh, source))
     compact = bool(zero_shards.indexes_of(engine.module))
     loadable = None if source is None else resume.find_loadable(source, ranks, fitted.deepspeed, compact)
     if source is not None:
@@ -235,7 +237,7 @@ def record_start(
     return ranks.agree(lambda: write() if ranks.first else None)
 
 
-def prepare_corpus(data: DataConfig) -> str:
+def _prepare_corpus(data: DataConfig) -> str:
     """Return the folder of the token files; if the config has a source, they are prepared at first use.
 
     Raises:
@@ -334,7 +336,7 @@ class GrowthGradients:
         return {name: leaf.grad for name, leaf in leaves.items() if leaf.grad is not None}
 
 
-def grow_weights(experiment: Experiment, train: Sampler, batch: int, micro: int, ranks: Ranks) -> GrownWeights:
+def _grow_weights(experiment: Experiment, train: Sampler, batch: int, micro: int, ranks: Ranks) -> GrownWeights:
     """Return the initial weights of a method that grows; `train` reads the run's own corpus."""
     cost: Before = ranks.on_first(lambda: before(experiment, batch))
     gradients = GrowthGradients(experiment.model, train, batch, micro)
@@ -357,13 +359,20 @@ def grow_weights(experiment: Experiment, train: Sampler, batch: int, micro: int,
 # --- model and engine ---
 
 
-def _build_engine(experiment: Experiment, out: Path, weights: dict[str, Tensor] | None, mesh: Mesh | None) -> Any:
-    """Return DeepSpeed's engine around the experiment's model, filled with the initial weights if there are any."""
+def _build_engine(
+    experiment: Experiment, out: Path, weights: dict[str, Tensor] | None, mesh: Mesh | None, source: Path | None
+) -> Any:
+    """Return DeepSpeed's engine around the experiment's model, filled with the initial weights if there are any.
+
+    The weights of the checkpoint `source` come later.
+    """
     experiment = replace(experiment, deepspeed=without_sizes(experiment.deepspeed))
     torch.manual_seed(experiment.training.seed)
     model = _build_model(experiment, mesh)
     if weights is not None:
         start_from.fill(model, weights or None)
+    if source is not None and experiment.mst.masks is not None and experiment.mst.compute.compact != "off":
+        _put_zeros(model, source)
     if "activation_checkpointing" in experiment.deepspeed:
         deepspeed.checkpointing.configure(None, deepspeed_config=experiment.deepspeed)
     # TensorBoard's files next to the metrics unless the config decides otherwise; DeepSpeed itself prints nothing
@@ -380,6 +389,20 @@ def _build_engine(experiment: Experiment, out: Path, weights: dict[str, Tensor] 
     write, disk = engine.monitor.write_events, OptionalWrites()
     engine.monitor.write_events = lambda events: disk.attempt("TensorBoard's numbers", lambda: write(events))
     return engine
+
+
+def _put_zeros(model: torch.nn.Module, checkpoint: Path) -> None:
+    """Give the model the zeros of a checkpoint's masks: compact layers have to know them before it is loaded."""
+    if not mask_files.file_of(checkpoint, 0).is_file():
+        return
+    masks = mask_files.read_all(checkpoint)
+    for name, parameter in model.named_parameters():
+        if name not in masks.head["names"]:
+            continue
+        with zero_shards.whole(parameter) as writable, torch.no_grad():
+            if writable:
+                flags = packed_bits.unpack(assemble(masks.shards(name), name), parameter.numel())
+                parameter.copy_(flags.view(parameter.shape))
 
 
 def _build_model(experiment: Experiment, mesh: Mesh | None) -> torch.nn.Module:

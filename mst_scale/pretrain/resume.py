@@ -27,12 +27,23 @@ from mst_scale.errors import Damaged, UserError
 from mst_scale.run_logging import run_file
 
 # Environment variables in which launchers, Slurm and `comm.start_again` count the earlier starts of this command.
-RESTARTS = ("MST_RESTART", "SLURM_RESTART_COUNT", COUNT)
+RESTARTS = ("MST_RESTART", "MST_RESIZED", "SLURM_RESTART_COUNT", "TORCHELASTIC_RESTART_COUNT", COUNT)
+AGENT = "TORCHELASTIC_RUN_ID"
 
 
-def is_restart() -> bool:
-    """Return whether this command was started before: by a launcher, by Slurm, or by the run itself."""
-    return any(os.environ.get(name, "0") not in ("", "0") for name in RESTARTS)
+def is_restart(out: Path | None = None) -> bool:
+    """Return whether this command was started before: by a launcher, by Slurm, by torchrun, or by the run itself.
+
+    torchrun does not count a start after nodes have come. It is recognized if the run in `out`, where that is given,
+    was started with the same --rdzv-id.
+    """
+    if any(os.environ.get(name, "0") not in ("", "0") for name in RESTARTS):
+        return True
+    job = os.environ.get(AGENT, "none")
+    if job == "none" or out is None:
+        return False
+    last = run_file.read(out / "run.json").get("starts", [])[-1:]
+    return bool(last) and last[0].get("job", {}).get(AGENT) == job
 
 
 def choose_checkpoint(out: Path, resume: str, ranks: Ranks) -> Path | None:
@@ -55,7 +66,7 @@ def choose_checkpoint(out: Path, resume: str, ranks: Ranks) -> Path | None:
             ranks.fail(UserError(f"{out} already contains a run: choose another --out, or --resume auto"))
         return None
     if resume == "auto":
-        tag = store.newest(folder, ranks)
+        tag = _newest_verified(out, existing, ranks)
         if existing and tag is None:
             ranks.fail(OSError(f"every checkpoint in {folder} is damaged: start a new run with another --out"))
         return None if tag is None else folder / tag
@@ -66,11 +77,31 @@ def choose_checkpoint(out: Path, resume: str, ranks: Ranks) -> Path | None:
     return folder / resume
 
 
+def _newest_verified(out: Path, existing: list[str], ranks: Ranks) -> str | None:
+    """Return the latest complete checkpoint, or after silent corruption the latest that is known to be older than it.
+
+    If there is none, this is the oldest one, and a warning says so.
+    """
+    folder = out / "checkpoints"
+    verified = ranks.on_first(lambda: run_file.verified(out / "run.json"))
+    if verified is None or not existing:
+        return store.newest(folder, ranks)
+    tag = store.newest(folder, ranks, before=verified + 1)
+    if tag is None:
+        oldest = int(existing[-1].removeprefix("step"))
+        tag = store.newest(folder, ranks, before=oldest + 1)
+        logger.warning(
+            "the last start found silent corruption, and no checkpoint is of step %d, the last verified one, or an "
+            "earlier step: %s may contain it", verified, folder / (tag or existing[-1]),
+        )  # fmt: skip
+    return tag
+
+
 def _effective(resume: str, out: Path) -> str:
     """Return --resume, or "auto" if this is a restart of the run: "never" and tags only apply to the first start."""
     last = run_file.read(out / "run.json").get("starts", [])[-1:]
     has_begun = bool(last) and last[0].get("command") == run_file.command()
-    return "auto" if is_restart() and has_begun else resume
+    return "auto" if is_restart(out) and has_begun else resume
 
 
 def initial_replicas(out: Path, ranks: Ranks, sizes: ParallelDims) -> int:

@@ -67,7 +67,7 @@ def set_groups(groups: Iterable[dict[str, Any]], step: int, peak: float, experim
     """Set learning rate and weight decay of each parameter group for the update from `step` to `step + 1`."""
     params = experiment.deepspeed["optimizer"].get("params", {})
     rate = learning_rate(step, peak, experiment.training)
-    rate_factor, decay_factor = sparse_factors(step, experiment)
+    rate_factor, decay_factor = _sparse_factors(step, experiment)
     found = False
     for group in groups:
         group["lr"] = rate * rate_ratio(group, params)
@@ -80,7 +80,7 @@ def set_groups(groups: Iterable[dict[str, Any]], step: int, peak: float, experim
         raise RuntimeError("the optimizer has lost its parameter group of matrices that can be masked")
 
 
-def sparse_factors(step: int, experiment: Experiment) -> tuple[float, float]:
+def _sparse_factors(step: int, experiment: Experiment) -> tuple[float, float]:
     """Return the factors on learning rate and weight decay of matrices that can be masked, at the sparsity of `step`.
 
     They are density^-training.sparse_rate, and training.sparse_decay while the target density is below 1.
@@ -92,7 +92,7 @@ def sparse_factors(step: int, experiment: Experiment) -> tuple[float, float]:
 # --- where two experiments differ ---
 
 
-def first_rate_difference(ours: Experiment, theirs: Experiment, until: int) -> int | None:
+def _first_rate_difference(ours: Experiment, theirs: Experiment, until: int) -> int | None:
     """Return the first update before step `until` with another fraction of the peak learning rate, or None."""
     for step in range(until):
         if learning_rate(step, 1.0, ours.training) != learning_rate(step, 1.0, theirs.training):
@@ -100,7 +100,7 @@ def first_rate_difference(ours: Experiment, theirs: Experiment, until: int) -> i
     return None
 
 
-def first_mask_difference(ours: Experiment, theirs: Experiment, until: int) -> int | None:
+def _first_mask_difference(ours: Experiment, theirs: Experiment, until: int) -> int | None:
     """Return the first step up to `until` whose sparsity, topology step or attention pattern differs, or None.
 
     If our config does not state the global batch, it is theirs, as on resume.
@@ -135,10 +135,10 @@ class SharedSteps:
         return f"{self.reason}, and no earlier checkpoint was kept: {self.fix}"
 
 
-def shared_steps(before: Experiment, longer: Experiment, out: Path) -> SharedSteps:
+def _shared_steps(before: Experiment, longer: Experiment, out: Path) -> SharedSteps:
     """Return up to which step both experiments train identically; `out` is named in the advice."""
     shared, training = SharedSteps(before.training.steps), before.training
-    if (step := first_rate_difference(longer, before, shared.until)) is not None:
+    if (step := _first_rate_difference(longer, before, shared.until)) is not None:
         restart = f"start another run from these weights (--init {out})"
         if "cosine" in (training.lr_schedule, longer.training.lr_schedule):
             reason = "a cosine learning rate depends on the length of the run"
@@ -155,7 +155,7 @@ def shared_steps(before: Experiment, longer: Experiment, out: Path) -> SharedSte
             reason = f"the learning rate decays from step {step:,} on"
             shared = SharedSteps(step, reason, f"{restart}; {keep}")
     # masks and pattern of a step are prepared at the end of the previous one, hence the + 1 and - 2
-    if (step := first_mask_difference(longer, before, shared.until + 1)) is not None:
+    if (step := _first_mask_difference(longer, before, shared.until + 1)) is not None:
         reason = f"sparsity, topology or attention of the longer run differs at step {step:,}"
         shared = SharedSteps(step - 2, reason, IN_STEPS)
     return shared
@@ -182,7 +182,7 @@ def find_extension_start(
     before = ranks.on_first(lambda: _shorter_run(out, experiment)) if source is not None else None
     if source is None or before is None:
         return source
-    shared = shared_steps(before, experiment, out)
+    shared = _shared_steps(before, experiment, out)
     if _step_of(source) <= shared.until:
         return source
     if resume != "auto" and shared.until >= 0:
@@ -201,7 +201,7 @@ def describe_extension(out: Path, experiment: Experiment) -> str:
         return f"the length of method dense-short is determined by the FLOPs of {experiment.mst.like}"
     steps = experiment.training.steps
     longer = dataclasses.replace(experiment, training=dataclasses.replace(experiment.training, steps=2 * steps))
-    shared = shared_steps(experiment, longer, out)
+    shared = _shared_steps(experiment, longer, out)
     kept = [_step_of(out / "checkpoints" / tag) for tag in store.list_tags(out / "checkpoints")]
     if (step := next((step for step in kept if step <= shared.until), None)) is None:
         return f"it cannot be extended: {shared.missing_checkpoint}"
@@ -252,7 +252,7 @@ def plan_branch(experiment: Experiment, origin: str, out: Path) -> Experiment:
     if store.list_tags(out / "checkpoints") and own_config.is_file():
         before = resolve(read_saved(own_config), str(own_config)).training
         return _with_decay(experiment, before.warmup, before.decay)
-    checkpoint = find_branch_checkpoint(origin)
+    checkpoint = _find_branch_checkpoint(origin)
     manifest = store.head(checkpoint)
     if manifest is None:
         raise UserError(f"{BRANCH} {origin}: {checkpoint} has no manifest: it was not saved by mst_scale.pretrain")
@@ -273,7 +273,7 @@ def plan_branch(experiment: Experiment, origin: str, out: Path) -> Experiment:
             "--steps, or an earlier checkpoint as RUN:TAG"
         )
     branch = _with_decay(experiment, warmup, steps - step)
-    differs = first_mask_difference(branch, trunk, step + 1)  # the next step has already been prepared
+    differs = _first_mask_difference(branch, trunk, step + 1)  # the next step has already been prepared
     if differs is not None:
         raise UserError(
             f"{where}a run of {steps:,} steps differs from that of {total:,} from step {differs:,} on: {IN_STEPS}, and "
@@ -291,7 +291,7 @@ def find_branch_source(origin: str | None, experiment: Experiment, ranks: Ranks)
     """
     if origin is None:
         return None
-    checkpoint = ranks.on_first(lambda: find_branch_checkpoint(origin))
+    checkpoint = ranks.on_first(lambda: _find_branch_checkpoint(origin))
     ranks.agree(lambda: store.check_undamaged(checkpoint, ranks))
     batch, stated = (store.head(checkpoint) or {}).get("batch"), experiment.deepspeed.get("train_batch_size")
     if stated not in (None, "auto", batch):
@@ -299,7 +299,7 @@ def find_branch_source(origin: str | None, experiment: Experiment, ranks: Ranks)
     return checkpoint
 
 
-def find_branch_checkpoint(origin: str) -> Path:
+def _find_branch_checkpoint(origin: str) -> Path:
     """Return the checkpoint RUN:TAG, or the latest one of RUN."""
     run, _, tag = origin.rpartition(":")
     if not run or Path(origin).is_dir():

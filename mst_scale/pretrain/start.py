@@ -4,6 +4,8 @@
     torchrun --nproc_per_node 2 -m mst_scale.pretrain --deepspeed_config ds_configs/demo.json --out runs/demo
     mpirun -n 2 python -m mst_scale.pretrain --deepspeed_config ds_configs/demo.json --out runs/demo
     deepspeed --module mst_scale.pretrain --deepspeed_config large.json --method stack --from runs/small
+    torchrun --nnodes 1:4 --nproc_per_node 8 … -m mst_scale.pretrain --deepspeed_config gpt2_small --elastic
+        (docs/survival.md has the whole command)
 
 Options and config are read before torch and DeepSpeed are imported, so --help and usage errors appear at once.
 """
@@ -27,7 +29,7 @@ from mst_scale.config import RATE_DURATIONS, Experiment, growth, load, overridde
 from mst_scale.config.check import check
 from mst_scale.config.ready import config_file
 from mst_scale.errors import UserError
-from mst_scale.pretrain import resume, schedules
+from mst_scale.pretrain import elastic, resume, schedules
 from mst_scale.run_logging.operations import command_of
 from mst_scale.run_logging.out_lock import OutLock
 from mst_scale.run_logging.progress import Starting
@@ -75,14 +77,18 @@ def _main(argv: list[str] | None, watch: Watch) -> None:
     starting.begins("torch and DeepSpeed")
     from mst_scale.pretrain.training_loop import train
 
+    if args.elastic:
+        elastic.take_part(experiment)
     ranks = comm.init()
     watch.start(ranks)
+    if args.elastic:
+        experiment = ranks.agree(lambda: elastic.fit_batch(experiment, ranks.world_size))
     # one rank per machine removes stale locks, before any rank compiles
     ranks.agree(lambda: build_locks.clear(build_locks.extensions_folder()) if ranks.local_rank == 0 else [])
     out = output_folder(args, experiment)
     lock = OutLock(out)
     try:
-        ranks.on_first(lambda: lock.take(resume.is_restart()))
+        ranks.on_first(lambda: lock.take(resume.is_restart(out)))
         train(args, experiment, out, ranks, starting)
     finally:
         lock.release()
@@ -120,6 +126,10 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     add("--health", type=Path, metavar="FILE", help="keep the state of the run in FILE: JSON, or Prometheus if .prom")
     add("--on-event", metavar="CMD", help="start CMD for each event (start, end, spike, …) with its JSON as last word")
     add("--stop-at", type=int, metavar="N", help="save and stop after step N; the same run continues from there")
+    add(
+        "--elastic", action="store_true",
+        help="the number of ranks may change (mst launch --elastic adds this; torchrun --nnodes MIN:MAX needs it)",
+    )  # fmt: skip
     add("--resume", default="auto", metavar="auto|never|TAG", help="continue from a checkpoint of OUT")
     add("--local_rank", type=int, help=argparse.SUPPRESS)  # the deepspeed launcher passes it
     args = parser.parse_args(argv)
@@ -167,6 +177,8 @@ def read_experiment(args: argparse.Namespace) -> Experiment:
         validate_folder("--health", args.health.parent)
     command_of(args.on_event)
     check(experiment)
+    if args.elastic:
+        elastic.check_elastic(experiment.deepspeed)
     if branches:
         experiment = schedules.plan_branch(experiment, args.branch_decay_from, out)
     validate_folder("--out", out)

@@ -26,10 +26,10 @@ from mst_scale.config.check import peak_learning_rate
 from mst_scale.config.parallel import sizes_of
 from mst_scale.dead_units import format_counts
 from mst_scale.engine.targets import choose_targets
-from mst_scale.errors import DivergedError
+from mst_scale.errors import CorruptedError, DivergedError
 from mst_scale.flops.budgets import shortened
 from mst_scale.flops.ledger import uncounted_flops
-from mst_scale.pretrain import resume, storage
+from mst_scale.pretrain import elastic, resume, storage
 from mst_scale.pretrain.batches import MicroBatches
 from mst_scale.pretrain.prepare import Prepared, load_checkpoint, prepare
 from mst_scale.pretrain.saving import Saves
@@ -39,7 +39,8 @@ from mst_scale.run_logging.observer import Observer
 from mst_scale.run_logging.operations import Operations, command_of
 from mst_scale.run_logging.progress import Starting, kind_of
 from mst_scale.run_logging.record import Record, compare_with_baseline, state_of
-from mst_scale.run_logging.run_file import DIVERGED, FINISHED, PAUSED, STOPPED, STORAGE
+from mst_scale.run_logging.run_file import CORRUPTED, DIVERGED, FINISHED, PAUSED, STOPPED, STORAGE
+from mst_scale.verification import Verification
 
 MARGIN = 0.05  # deviation from the target sparsity that rounding to whole weights, or blocks, cannot explain
 
@@ -109,6 +110,7 @@ class Run:
             )  # fmt: skip
             self.operations.event("started", step=self.step)
         self.saves = Saves(prepared, self._saved, self._save_failed)
+        self.verification = Verification(self.engine, self.ranks, self.training.verify_every)
 
     def _record_event(self, what: str, **more: Any) -> None:
         """Add an event to run.json, and tell operators of it."""
@@ -135,6 +137,7 @@ class Run:
         """Train all remaining steps."""
         while self.step < self.training.steps:
             self.advance()
+        self.verification.finish()
         self.record.close()
         self._warn_if_sparser()
 
@@ -155,6 +158,7 @@ class Run:
         Raises:
             SystemExit: if the run was asked to stop; its checkpoint is saved.
             DivergedError: if the loss has not been finite for too many steps.
+            CorruptedError: if a verification has found that a rank computed or kept a wrong value.
         """
         t = self.training
         mst = self.engine.mst
@@ -195,7 +199,7 @@ class Run:
             if self.ranks.first:
                 comm.tell_launcher("MST_STOPPED")
             self.record.say(f"asked to stop: step {self.step} is saved; run the same command again to continue")
-            raise SystemExit(0)
+            elastic.end_after_save(lambda: self.stop is None or self.stop.asked)
         if pauses:
             self.pause()
         if changes:
@@ -222,6 +226,7 @@ class Run:
         """End this start, whose last step is saved."""
         self.record_end(PAUSED)
         self.record.say(f"step {self.step} is saved, and the run stops here (--stop-at {self.stop_at})")
+        elastic.tell_waiting_ranks()
         self.ranks.leave()
         raise SystemExit(0)
 
@@ -276,6 +281,7 @@ class Run:
         compact = bool(zero_shards.indexes_of(self.engine.module))
         loadable = resume.find_loadable(self.saves.folder / tag, self.ranks, self.experiment.deepspeed, compact)
         progress = load_checkpoint(self.engine, self.ledger, self.out, self.ranks, loadable)
+        self.verification.forget()
         self.step, self.record.layers = progress.step, progress.layers
         self.spikes = Spikes(self.training.spike, progress.losses)
         self.skipped = sorted({*self.skipped, *progress.skipped})
@@ -358,6 +364,13 @@ class Run:
                 )
         self.ranks.fail(error)
 
+    def end_corrupted(self, error: CorruptedError) -> NoReturn:
+        """End the run on all ranks, each of which has raised the same error, and record what `resume` needs."""
+        self.saves.abandon()
+        self._record_event("corrupted", **error.details)
+        self.record_end(CORRUPTED)
+        self.ranks.fail(error)
+
 
 def train(args: argparse.Namespace, experiment: Experiment, out: Path, ranks: Ranks, starting: Starting) -> None:
     """Train an experiment to its last step, and print the summary table.
@@ -391,6 +404,8 @@ def train(args: argparse.Namespace, experiment: Experiment, out: Path, ranks: Ra
         run.to_the_end()
     except DivergedError as error:
         run.end_diverged(error)
+    except CorruptedError as error:
+        run.end_corrupted(error)
     finally:
         run.saves.close()
     if run.run_file is not None:
@@ -405,4 +420,5 @@ def train(args: argparse.Namespace, experiment: Experiment, out: Path, ranks: Ra
             eval_sequences=run.training.eval_sequences,
         )
         run.record.say(run.record.summary(run.step, time.monotonic() - begun, first, compare))
+    elastic.tell_waiting_ranks()
     ranks.leave()

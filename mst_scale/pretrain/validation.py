@@ -23,7 +23,7 @@ from pydantic import ValidationError
 
 from mst_scale import zero_shards
 from mst_scale.comm import Mesh, logger
-from mst_scale.config import Experiment
+from mst_scale.config import Experiment, TrainingConfig
 from mst_scale.config.parallel import sizes_of, without_sizes
 from mst_scale.config.support import precision_of, stage_of
 from mst_scale.errors import UserError, format_value
@@ -45,17 +45,29 @@ def validate(experiment: Experiment, ranks: int, mesh: Mesh | None = None) -> No
     Raises:
         UserError: if the experiment cannot run on `ranks` processes of this machine.
     """
-    validate_memory(experiment, ranks)
+    _validate_memory(experiment, ranks)
     zero_shards.check_precision(precision_of(experiment.deepspeed))
-    validate_deepspeed_keys(without_sizes(experiment.deepspeed), mesh)
-    validate_optimizer(experiment)
-    validate_monitors(experiment.deepspeed)
+    _validate_deepspeed_keys(without_sizes(experiment.deepspeed), mesh)
+    _validate_optimizer(experiment)
+    _validate_monitors(experiment.deepspeed)
+    _warn_if_pruned_early(experiment.training)
+
+
+def _warn_if_pruned_early(training: TrainingConfig) -> None:
+    """Warn if checkpoints may be deleted before a later verification shows that they are not corrupt."""
+    kept = (training.keep_checkpoints - 1) * training.save_every
+    if training.save_every and training.verify_every > kept:
+        logger.warning(
+            "training.verify_every = %d is more than the %d steps that the kept checkpoints go back: after silent "
+            "corruption there may be none to continue from. Raise training.keep_checkpoints or lower verify_every",
+            training.verify_every, kept,
+        )  # fmt: skip
 
 
 # --- DeepSpeed's part of the config ---
 
 
-def validate_deepspeed_keys(config: dict[str, Any], mesh: Mesh | None = None) -> None:
+def _validate_deepspeed_keys(config: dict[str, Any], mesh: Mesh | None = None) -> None:
     """Check DeepSpeed's part of the config by letting DeepSpeed read it.
 
     Raises:
@@ -93,7 +105,7 @@ def _describe(error: Exception, key: str = "") -> str:
 # --- the optimizer ---
 
 
-def validate_optimizer(experiment: Experiment) -> None:
+def _validate_optimizer(experiment: Experiment) -> None:
     """Check that optimizer.type exists and accepts every key of optimizer.params.
 
     Raises:
@@ -210,7 +222,7 @@ def validate_same_adam(saved: str | None, now: str, source: Path) -> None:
 # --- the machine ---
 
 
-def validate_monitors(config: dict[str, Any]) -> None:
+def _validate_monitors(config: dict[str, Any]) -> None:
     """Check that the packages of all enabled monitors are installed, and create their folders.
 
     Only rank 0 uses the monitors; if one failed there, the other ranks would wait in DeepSpeed's collectives.
@@ -229,7 +241,7 @@ def validate_monitors(config: dict[str, Any]) -> None:
             Path(monitor["output_path"]).mkdir(parents=True, exist_ok=True)
 
 
-def validate_memory(experiment: Experiment, ranks: int) -> None:
+def _validate_memory(experiment: Experiment, ranks: int) -> None:
     """Check that the float32 weights alone fit in memory, a lower bound for any setting (`mst plan` is exact).
 
     Raises:
@@ -237,7 +249,7 @@ def validate_memory(experiment: Experiment, ranks: int) -> None:
     """
     weights, sizes = experiment.model.weights, sizes_of(experiment.deepspeed)
     shards = ranks if stage_of(experiment.deepspeed) == 3 else sizes.tensor * sizes.pipeline
-    needed, memory = 4 * weights // shards, machine_memory()
+    needed, memory = 4 * weights // shards, _machine_memory()
     if needed > memory:
         raise UserError(
             f"the model has {weights / 1e9:,.1f} billion weights, which take {needed / 1e9:,.0f} GB per process in "
@@ -246,7 +258,7 @@ def validate_memory(experiment: Experiment, ranks: int) -> None:
         )
 
 
-def machine_memory() -> int:
+def _machine_memory() -> int:
     """Return the memory of this machine in bytes, or the limit of its container."""
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     with contextlib.suppress(OSError, ValueError):  # no cgroup, or one without a limit ("max")

@@ -1,10 +1,14 @@
 """Turns runs into an HTML page of charts and tables that needs no other file, network or script.
 
-reader     runs on disk, read in bounded memory; runs that differ only in their seed
-summary    tables and numbers: results, recipe, machine, events
-charts     curves compared; schedule, topology and weights of a run
-frontier   FLOP multipliers over dense training
-style      light and dark palettes; drawing to PNG, SVG and into the page
+reader           runs on disk, read in bounded memory
+series           rows in bounded memory; means over runs
+groups           runs that differ only in their seed
+summary          tables and numbers: results, recipe, machine, events
+comparison       curves of runs compared
+topology_charts  schedule and topology of a run
+weight_charts    weights of a run
+frontier         FLOP multipliers over dense training
+style            light and dark palettes; drawing to PNG, SVG and into the page
 
 `Report.write` may be called again and again while the runs train.
 """
@@ -24,8 +28,9 @@ import jinja2
 
 from mst_scale.errors import UserError
 from mst_scale.hybrid_sparse_attention.pattern import ACCOUNTINGS
-from mst_scale.report import charts, frontier, summary
-from mst_scale.report.reader import Reader, Run, group_runs
+from mst_scale.report import comparison, frontier, summary, topology_charts, weight_charts
+from mst_scale.report.groups import group_runs
+from mst_scale.report.reader import Reader, Run
 from mst_scale.report.style import DARK, LIGHT, Missing, Plot, drawn, drawn_png, inline, recoloured
 from mst_scale.report.summary import Table
 
@@ -106,15 +111,15 @@ class Report:
         overview.tables += [] if several else summary.facts("Machine and code", groups, summary.machine)
         overview.tables += [*summary.evaluations(runs), *summary.events(runs)]
         overview.notes += [f"{run.name}: " * (len(runs) > 1) + note for run in runs for note in run.notes]
-        sections = [overview, Section("Curves", charts.comparison_charts(groups))]
+        sections = [overview, Section("Curves", comparison.comparison_charts(groups))]
         if several:
-            sections.append(Section("Weights", charts.deviations_by_size(groups)))
+            sections.append(Section("Weights", weight_charts.deviations_by_size(groups)))
         for i, group in enumerate(groups[:MAX_SECTIONS]):
             run, seeds = group.first, len(group.runs)
             name = f": {group.name}" + (f" ({run.name}, one of {seeds} seeds)" if seeds > 1 else "")
             prefix, name = (f"run{i + 1}-", name) if several else ("", "")
-            sections.append(Section(f"Sparsity{name}", charts.run_charts(run), prefix, run.name))
-            sections.append(Section(f"Weights{name}", charts.weight_charts(run, not several), prefix, run.name))
+            sections.append(Section(f"Sparsity{name}", topology_charts.run_charts(run), prefix, run.name))
+            sections.append(Section(f"Weights{name}", weight_charts.weight_charts(run, not several), prefix, run.name))
         if len(groups) > MAX_SECTIONS:
             rest = ", ".join(group.name for group in groups[MAX_SECTIONS:])
             overview.notes.append(f"without sections of their own (the first {MAX_SECTIONS} have one): {rest}")

@@ -17,7 +17,8 @@ from mst_scale.flops.formulas import KEYS
 from mst_scale.flops.frontier import AT_LEAST, AT_MOST, Multiplier, Point, frontier, interval, mean, multiplier
 from mst_scale.flops.ledger import uncounted_flops
 from mst_scale.methods import METHODS
-from mst_scale.report.reader import Group, Run, model_of
+from mst_scale.report.groups import Group, model_of
+from mst_scale.report.reader import Run
 from mst_scale.report.style import MARKERS, Plot, Theme, legend, ratio_axis
 from mst_scale.run_logging.progress import flops_unit
 

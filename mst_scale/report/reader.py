@@ -1,4 +1,4 @@
-"""Reads runs from their folders in bounded memory, also while they train, and groups those that differ in their seed.
+"""Reads runs from their folders in bounded memory, also while they train.
 
 `metrics.jsonl` is read line by line from where the last reading stopped, and its rows are thinned as they come. A last
 line without its end (the run was killed, or is writing right now) is left for the next reading. Missing or unreadable
@@ -11,7 +11,6 @@ import json
 import math
 import os
 from collections import deque
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
@@ -24,6 +23,7 @@ from mst_scale.config import Experiment, load
 from mst_scale.config import read as read_config
 from mst_scale.dead_units import KINDS
 from mst_scale.errors import Damaged, UserError
+from mst_scale.report.series import Curve, Thinned
 from mst_scale.run_logging import snapshots
 from mst_scale.run_logging.metrics import is_step
 from mst_scale.sparsity_variation import Schedule
@@ -36,7 +36,6 @@ SERIES = (
 VALIDATION = ("step", "seconds", "tokens", "flops", "flops_causal", "val_loss")
 LAYER = ("density", "churn", "ever_active", "pruned", "grown")
 COUNTS = ("churn", "pruned", "grown")  # summed over the topology steps between two rows
-CHUNK = 4096  # rows converted to arrays at once
 LAYER_BUCKETS = 256  # columns of a map of layers over steps
 MAX_LAYERS = 1024
 SPIKE = 3.0  # times the median of the rows before
@@ -44,134 +43,6 @@ SPIKE_WINDOW, SPIKE_MIN_ROWS = 100, 20  # rows in that median
 MAX_SPIKES = 200
 MAX_SPANS = 400
 OTHER_CHECKPOINTS = ("checkpoint-*/", "global_step*/", "pytorch_model/")  # Trainer, a custom loop, Accelerate
-SEEDS = ("training.seed", "mst.seed")
-NOT_TRAINING = ("tensorboard.", "csv_monitor.", "wandb.", "comet.", "steps_per_print", "training.keep_checkpoints")
-MAX_NAME = 34  # characters that fit into a legend
-GRID = 512  # points of a mean over runs
-
-Curve = tuple[np.ndarray, np.ndarray]
-
-
-# --- series ---
-
-
-class Thinned:
-    """A table of any length in at most `limit` buckets, which keeps its peaks.
-
-    A bucket holds k neighbouring rows; when there are too many buckets, neighbours merge and k doubles. Of each column
-    a bucket keeps the mean, the lowest, the highest and the last value. NaN stands for a missing value.
-    """
-
-    def __init__(self, columns: Sequence[str], limit: int = 1024):
-        self.rows = 0
-        self._limit, self._rows_in_bucket = limit, 1
-        self._index = {name: i for i, name in enumerate(columns)}
-        self._done = np.zeros((5, 0, len(columns)))  # total, count, low, high, last
-        self._pending: list[Sequence[float]] = []
-        self._cached: np.ndarray | None = None
-
-    def add(self, row: Sequence[float]) -> None:
-        """Append a row, with a value per column."""
-        self._pending.append(row)
-        self._cached = None
-        self.rows += 1
-        if len(self._pending) >= max(CHUNK, self._rows_in_bucket):
-            whole = len(self._pending) // self._rows_in_bucket * self._rows_in_bucket
-            done, self._pending = self._with(self._pending[:whole]), self._pending[whole:]
-            while done.shape[1] > self._limit:
-                done, self._rows_in_bucket = _merge(done, 2), 2 * self._rows_in_bucket
-            self._done = done
-
-    def mean(self, column: str) -> np.ndarray:
-        """Return the mean of each bucket."""
-        total, count = self._table()[:2, :, self._index[column]]
-        return np.divide(total, count, out=np.full(len(count), np.nan), where=count > 0)
-
-    def low(self, column: str) -> np.ndarray:
-        """Return the lowest value of each bucket."""
-        return self._table()[2, :, self._index[column]]
-
-    def high(self, column: str) -> np.ndarray:
-        """Return the highest value of each bucket."""
-        return self._table()[3, :, self._index[column]]
-
-    def last(self, column: str) -> np.ndarray:
-        """Return the last value of each bucket, for columns that grow along the run such as the step."""
-        return self._table()[4, :, self._index[column]]
-
-    def _with(self, rows: list[Sequence[float]]) -> np.ndarray:
-        if not rows:
-            return self._done
-        values = np.asarray(rows, dtype=np.float64)
-        known = np.isfinite(values)
-        values = np.where(known, values, np.nan)
-        added = np.stack([np.where(known, values, 0.0), known, values, values, values])
-        return np.concatenate([self._done, _merge(added, self._rows_in_bucket)], axis=1)
-
-    def _table(self) -> np.ndarray:
-        if self._cached is None:
-            table, k = self._with(self._pending), 1
-            while -(-table.shape[1] // k) > self._limit:
-                k *= 2
-            self._cached = _merge(table, k)
-        return self._cached
-
-
-def _merge(table: np.ndarray, k: int) -> np.ndarray:
-    """Merge each k neighbouring buckets; the last one may have fewer."""
-    if k == 1 or not table.shape[1]:
-        return table
-    (total, count, low, high, last), starts = table, np.arange(0, table.shape[1], k)
-    latest = last[::k].copy()
-    for j in range(1, k):
-        later = last[j::k]
-        latest[: len(later)] = np.where(np.isnan(later), latest[: len(later)], later)
-    sums = np.add.reduceat(total, starts), np.add.reduceat(count, starts)
-    return np.stack([*sums, np.fmin.reduceat(low, starts), np.fmax.reduceat(high, starts), latest])
-
-
-@dataclass(frozen=True)
-class Spread:
-    """The mean of a curve over `runs` runs, and the lowest and highest value of them."""
-
-    x: np.ndarray
-    mean: np.ndarray
-    low: np.ndarray
-    high: np.ndarray
-    runs: int
-
-
-def spread(curves: Sequence[Curve]) -> Spread | None:
-    """Return mean and range on a common grid (a single curve keeps its points), or None if no curve has a point."""
-    known = [(x[ok], y[ok]) for x, y in curves for ok in [np.isfinite(x) & np.isfinite(y)] if ok.any()]
-    if not known:
-        return None
-    if len(known) == 1:
-        x, y = known[0]
-        return Spread(x, y, y, y, 1)
-    points = min(GRID, max(len(x) for x, _ in known))
-    grid = np.linspace(min(x[0] for x, _ in known), max(x[-1] for x, _ in known), points)
-    table = np.array([np.interp(grid, x, y, left=np.nan, right=np.nan) for x, y in known])
-    covered = np.isfinite(table).any(axis=0)
-    grid, table = grid[covered], table[:, covered]
-    return Spread(grid, np.nanmean(table, axis=0), np.nanmin(table, axis=0), np.nanmax(table, axis=0), len(known))
-
-
-def smoothed(curve: Curve, share: float = 0.02) -> Curve:
-    """Return the moving mean over this share of the points, shorter at the ends."""
-    x, y = curve
-    half = max(0, round(len(y) * share / 2))
-    if not half:
-        return curve
-    ok = np.isfinite(y)
-    x, y = x[ok], y[ok]
-    total = np.concatenate([[0.0], np.cumsum(y)])
-    index = np.arange(len(y))
-    reach = np.minimum(half, np.minimum(index, len(y) - 1 - index))
-    return x, (total[index + reach + 1] - total[index - reach]) / (2 * reach + 1)
-
-
-# --- runs ---
 
 
 @dataclass
@@ -506,69 +377,3 @@ def number(value: Any, missing: float = math.nan) -> float:
         return float(value) if isinstance(value, int | float) and math.isfinite(value) else missing
     except OverflowError:  # an integer of hundreds of digits
         return missing
-
-
-# --- groups ---
-
-
-@dataclass(frozen=True)
-class Group:
-    """Runs that differ only in their seed."""
-
-    name: str
-    runs: list[Run]
-
-    @property
-    def first(self) -> Run:
-        """The run that stands for the group."""
-        return self.runs[0]
-
-
-def group_runs(runs: list[Run]) -> list[Group]:
-    """Group runs in the order given; a run without a config stands alone."""
-    found: dict[str, list[Run]] = {}
-    for run in runs:
-        identity = json.dumps(_settings(run), sort_keys=True) if run.config else str(run.folder)
-        found.setdefault(identity, []).append(run)
-    members = list(found.values())
-    return [Group(name, group) for name, group in zip(_names(members), members, strict=True)]
-
-
-def model_of(run: Run) -> Any:
-    """Return what identifies the model: the config's block, or the description in the first start."""
-    return run.config.get("model") or (run.starts[0].get("model") if run.starts else None)
-
-
-def flatten(node: dict[str, Any], path: str = "") -> dict[str, Any]:
-    """Return a nested dict with dotted keys."""
-    flat: dict[str, Any] = {}
-    for key, value in node.items():
-        flat |= flatten(value, f"{path}{key}.") if isinstance(value, dict) else {path + key: value}
-    return flat
-
-
-def _settings(run: Run) -> dict[str, Any]:
-    """Return the config without seeds and logging. A custom loop's model and optimizer are described by its start."""
-    found = flatten(run.config)
-    if "model" not in run.config and run.starts:
-        found |= flatten({key: run.starts[0][key] for key in ("model", "optimizer") if key in run.starts[0]})
-    return {k: v for k, v in found.items() if k not in SEEDS and not k.startswith(NOT_TRAINING)}
-
-
-def _names(groups: list[list[Run]]) -> list[str]:
-    """Name each group by its method, with the settings that differ between equal methods, or else by its folder."""
-    if len(groups) == 1:
-        return [groups[0][0].name if len(groups[0]) == 1 else groups[0][0].method]
-    found = []
-    for group in groups:
-        run = group[0]
-        same = [other[0] for other in groups if other is not group and other[0].method == run.method]
-        name = run.method if run.config else run.name
-        if same and run.config:
-            mine = _settings(run)
-            keys = [k for k in mine if any(_settings(o).get(k) != mine[k] for o in same) and not k.startswith("data.")]
-            differences = ", ".join(f"{k.rpartition('.')[2]} {mine[k]}" for k in keys[:2] if k != "mst.method")
-            name = f"{name}, {differences}" if differences else run.name
-        found.append(name if len(name) <= MAX_NAME else name[: MAX_NAME - 1] + "…")
-    unique = zip(found, groups, strict=True)
-    return [name if found.count(name) == 1 else group[0].name[:MAX_NAME] for name, group in unique]

@@ -13,7 +13,8 @@ from typing import Any
 import numpy as np
 
 from mst_scale.config.support import precision_of
-from mst_scale.report.reader import Group, Run, flatten, number, objects, planned_sparsity
+from mst_scale.report.groups import Group, flatten
+from mst_scale.report.reader import Run, number, objects, planned_sparsity
 from mst_scale.report.style import PHASES, format_rounded
 from mst_scale.run_logging.progress import clock, flops_unit
 

@@ -12,6 +12,7 @@ records. The run never waits for the command, and a file that cannot be written 
 from __future__ import annotations
 
 import json
+import math
 import os
 import shlex
 import shutil
@@ -27,7 +28,7 @@ from mst_scale.run_logging.metrics import OptionalWrites
 
 EVENTS = "events.jsonl"
 OF_ROW = ("step", "tokens", "loss", "val_loss", "grad_norm", "lr", "tokens_per_s", "step_ms", "phase", "sparsity")
-FAULTS = {"spike": "spikes", "rolled back": "rollbacks", "failed save": "failed_saves"}
+FAULTS = {"spike": "spikes", "rolled back": "rollbacks", "failed save": "failed_saves", "corrupted": "corruptions"}
 
 
 def command_of(text: str | None) -> list[str] | None:
@@ -94,7 +95,7 @@ class Operations:
             self.state[FAULTS[what]] += 1
         if state is not None:
             self.state["state"] = state
-        line = json.dumps({"time": time.time(), "event": what, "run": str(self.out), **more})
+        line = json.dumps(_without_nan({"time": time.time(), "event": what, "run": str(self.out), **more}))
         self._disk.attempt(EVENTS, lambda: self._append(line))
         self._write_health()
         if self.command is not None:
@@ -120,8 +121,13 @@ class Operations:
         if self.health is None:
             return
         path, now = self.health, {**self.state, "run": str(self.out), "time": time.time()}
-        text = prometheus(now) if path.suffix == ".prom" else json.dumps(now) + "\n"
+        text = _prometheus(now) if path.suffix == ".prom" else json.dumps(_without_nan(now)) + "\n"
         self._disk.attempt(str(path), lambda: _replace(path, text))
+
+
+def _without_nan(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a row with null in place of numbers that are not finite, which JSON does not have."""
+    return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in row.items()}
 
 
 def _replace(path: Path, text: str) -> None:
@@ -132,7 +138,7 @@ def _replace(path: Path, text: str) -> None:
     os.replace(draft, path)
 
 
-def prometheus(state: Mapping[str, Any]) -> str:
+def _prometheus(state: Mapping[str, Any]) -> str:
     """Return the numbers of a run's state in Prometheus's text format, and its words as labels of `mst_info`."""
     labels = {name: value for name, value in state.items() if isinstance(value, str)}
     quoted = {name: json.dumps(value, ensure_ascii=False)[1:-1] for name, value in labels.items()}

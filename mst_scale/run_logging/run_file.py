@@ -21,10 +21,14 @@ from mst_scale.checkpoints.store import write_if_possible
 from mst_scale.comm import logger
 
 PACKAGES = ("mst_scale", "torch", "deepspeed", "numpy", "safetensors", "triton", "mpi4py")
-SCHEDULERS = ("SLURM_JOB_ID", "SLURM_RESTART_COUNT", "MST_LAUNCHER", "MST_RESTART", "MST_START")
+SCHEDULERS = (
+    "SLURM_JOB_ID", "SLURM_RESTART_COUNT", "TORCHELASTIC_RUN_ID", "MST_LAUNCHER", "MST_RESTART", "MST_RESIZED",
+    "MST_START",
+)  # fmt: skip
 # How a start ended, in run.json; a start that was killed or crashed has no such entry.
 FINISHED, STOPPED, STORAGE = "finished", "asked to stop", "started again with another storage"
 PAUSED = "stopped where --stop-at says"
+CORRUPTED = "ended by silent corruption"
 DIVERGED = ("diverged", "diverged again at the same step")
 
 
@@ -75,6 +79,15 @@ def read(path: Path) -> dict[str, Any]:
 def rollbacks(path: Path) -> list[list[int]]:
     """Return the batches that each rollback skipped."""
     return [event["skipped"] for event in read(path).get("events", []) if event.get("what") == "rolled back"]
+
+
+def verified(path: Path) -> int | None:
+    """Return the last step that was verified before the last start ended with silent corruption; None if it did not."""
+    found = read(path)
+    if (found.get("starts") or [{}])[-1].get("how") != CORRUPTED:
+        return None
+    steps: list[int] = [event["verified"] for event in found.get("events", []) if event.get("what") == "corrupted"]
+    return steps[-1] if steps else None
 
 
 def about(**more: Any) -> dict[str, Any]:

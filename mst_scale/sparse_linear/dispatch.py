@@ -56,7 +56,7 @@ def choose(  # noqa: PLR0917
 ) -> tuple[str, str]:
     """Return what `auto` chooses, and the reason."""
     sparse = "cpu" if device == "cpu" else "block"
-    kernel, without = kernel_of(device)
+    kernel, without = _kernel_of(device)
     if sparse == "block" and (reason := why_not(sparse, device, dtype, shape, block)) is not None:
         return "dense", f"no {sparse}: {reason}"
     if math.prod(shape) < SMALLEST:
@@ -72,7 +72,7 @@ def choose(  # noqa: PLR0917
     return sparse, f"measured to be faster from {least:.0%} sparsity on{without}"
 
 
-def kernel_of(device: str) -> tuple[str, str]:
+def _kernel_of(device: str) -> tuple[str, str]:
     """Return the name under which crossovers of this device are kept, and a remark on it."""
     if device != "cpu":
         return "block", ""
@@ -97,7 +97,7 @@ def crossovers_of(
     """
     from mst_scale.sparse_linear import measuring
 
-    kernel, _ = kernel_of(device)
+    kernel, _ = _kernel_of(device)
     highest: dict[tuple[str, tuple[int, ...]], float] = {}
     for dtype, shape, sparsity in layers:
         if math.prod(shape) >= SMALLEST:

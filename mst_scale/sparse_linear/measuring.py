@@ -137,7 +137,7 @@ def measured(
 def measure(kernel: str, dtype: str, shape: tuple[int, ...], seconds: float) -> dict[str, Any] | None:
     """Return a row of the user's table for one shape, or None if the machine is too busy to measure."""
     with torch.enable_grad():
-        layer = Layer(dtype, part_of(shape), tokens_for(shape))
+        layer = Layer(dtype, part_of(shape), _tokens_for(shape))
         runs = [layer.dense(), *(layer.sparse(sparsity, KERNELS[kernel]) for sparsity in GRID)]
         taken = in_turns([*runs, layer.topology_step(USUAL, KERNELS[kernel])], seconds)
     if taken is None:
@@ -184,7 +184,7 @@ def part_of(shape: Sequence[int]) -> tuple[int, int]:
     return (short, WEIGHTS // short) if outputs < inputs else (WEIGHTS // short, short)
 
 
-def tokens_for(shape: Sequence[int]) -> int:
+def _tokens_for(shape: Sequence[int]) -> int:
     """Return the number of tokens to measure a shape with."""
     return min(max((1 << 28) // math.prod(shape), TOKENS[0]), TOKENS[1])
 

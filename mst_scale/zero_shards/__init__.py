@@ -10,6 +10,8 @@ logical       what each parameter is of the logical model: its name, its shape, 
 groups        which ranks hold the rest of it
 autotp        DeepSpeed's AutoTP layers, with another product; what it cannot cut
 step          the optimizer step: where it is hooked, its norm and loss scale, what stage 0 lacks
+held_values   the values that a rank keeps from one step to the next, and which of them other ranks have too
+recompute     computes a micro-batch a second time, next to training
 state_bytes   bytes of optimizer states, master weights and gradients on this rank
 comm_bytes    bytes that this rank hands to collectives
 supported     checks that an engine has no feature of DeepSpeed with which sparse training would not be exact
@@ -36,12 +38,15 @@ from mst_scale.zero_shards.compact_store import CompactStore
 from mst_scale.zero_shards.cuda_architectures import use_readable_architectures
 from mst_scale.zero_shards.groups import Groups, exchanges_of, groups_of, sequences_a_step, stage_count, tensor_slices
 from mst_scale.zero_shards.half_types import check_precision
+from mst_scale.zero_shards.held_values import HeldValue, held_values
 from mst_scale.zero_shards.hooks import HOOKS, Follower, install
 from mst_scale.zero_shards.logical import TABLES, cut_of, is_cut, named_parameters, shape_of
 from mst_scale.zero_shards.muon import shapes as muon_shapes
+from mst_scale.zero_shards.other_layout import checkpoint_to_reshape
 from mst_scale.zero_shards.parameters import is_matrix, partitioned_construction, whole, zero_stage
 from mst_scale.zero_shards.put_weights import put_reads, put_weights, stamp
 from mst_scale.zero_shards.quick_start import hasten
+from mst_scale.zero_shards.recompute import Recomputation
 from mst_scale.zero_shards.saving import (
     carry_state,
     errors_after_saving,
@@ -83,7 +88,9 @@ __all__ = [
     "CompactStore",
     "Follower",
     "Groups",
+    "HeldValue",
     "NamedCollectives",
+    "Recomputation",
     "Store",
     "adam_of",
     "around_model_step",
@@ -95,6 +102,7 @@ __all__ = [
     "check_optimized",
     "check_precision",
     "check_versions",
+    "checkpoint_to_reshape",
     "clip_factor",
     "comm_bytes",
     "cut_of",
@@ -104,6 +112,7 @@ __all__ = [
     "groups_of",
     "has_moments",
     "hasten",
+    "held_values",
     "index_of",
     "indexes_of",
     "install",

@@ -127,7 +127,7 @@ class Replicated(DenseStore):
     def __init__(self, engine: Any, parameters: dict[str, nn.Parameter]):
         super().__init__(engine, parameters)
         self.slices = [Shard(name, stored_cut_of(p), 0, p.numel()) for name, p in parameters.items()]
-        self._masters = _stage0_masters(engine.optimizer)
+        self._masters = stage0_masters(engine.optimizer)
         self._any = next(iter(self._masters.values()), None)  # all masters are updated at once
 
     def has_master(self, i: int) -> bool:
@@ -166,7 +166,7 @@ class FlatPartitions(DenseStore):
         self.group = self.zero.dp_process_group
         self.slices = [self._slice(name, p) for name, p in parameters.items()]
         groups = {id(p): g for g, group in enumerate(self.zero.bit16_groups) for p in group}
-        self._group_of = agreed_groups(engine, self.parameters, groups)
+        self._group_of = _agreed_groups(engine, self.parameters, groups)
 
     def gradient(self, i: int) -> torch.Tensor | None:
         parameter: Any = self.parameters[i]
@@ -217,7 +217,7 @@ class CutParameters(DenseStore):
             if p.requires_grad and not is_empty(p)
         }
         groups = {key: place[0] for key, place in at.items() if place is not None}
-        self._group_of = agreed_groups(engine, self.parameters, groups)
+        self._group_of = _agreed_groups(engine, self.parameters, groups)
 
     def gradient(self, i: int) -> torch.Tensor | None:
         if self.frozen(i):
@@ -280,7 +280,7 @@ def _mapping(parameter: Any) -> Any:
     return getattr(parameter, "_hp_mapping", None)
 
 
-def agreed_groups(engine: Any, parameters: list[nn.Parameter], groups: dict[int, int]) -> list[int]:
+def _agreed_groups(engine: Any, parameters: list[nn.Parameter], groups: dict[int, int]) -> list[int]:
     """Which group of the optimizer updates each parameter, by its place in the list; `groups` says it by id.
 
     Groups are updated one after the other, and masks of a cut layer change on all ranks of its slices together. So they
@@ -324,8 +324,8 @@ def dense_store(engine: Any, parameters: dict[str, nn.Parameter]) -> Replicated 
     return CutParameters(engine, parameters) if stage == 3 else FlatPartitions(engine, parameters)
 
 
-def _stage0_masters(optimizer: Any) -> dict[int, tuple[torch.Tensor, int]]:
-    """id(parameter) → (fp32 tensor, offset) under DeepSpeed's two stage-0 mixed-precision optimizers."""
+def stage0_masters(optimizer: Any) -> dict[int, tuple[torch.Tensor, int]]:
+    """Return, by a parameter's id, (fp32 tensor, offset) under DeepSpeed's two stage-0 mixed-precision optimizers."""
     masters: dict[int, tuple[torch.Tensor, int]] = {}
     if hasattr(optimizer, "fp32_groups_flat"):  # fused: one flat master per group
         for group, flat in zip(optimizer.fp16_groups, optimizer.fp32_groups_flat, strict=True):

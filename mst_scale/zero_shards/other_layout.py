@@ -37,6 +37,15 @@ def copy_of(engine: Any, load_dir: Path, tag: Any) -> str | None:
     return f"{folder.name}/{COPY}"
 
 
+def checkpoint_to_reshape(engine: Any, load_dir: Path, tag: Any) -> tuple[Path, str] | None:
+    """Return a checkpoint of another layout that has no copy yet, and how the layouts differ; None if it is no such."""
+    folder = _folder(load_dir, tag)
+    if folder is None or (folder / COPY / MANIFEST).is_file():
+        return None
+    why = _misfit(folder, engine)
+    return None if why is None else (folder, why)
+
+
 @contextmanager
 def explained(engine: Any, load: Callable[..., Any], args: Any, named: Any) -> Iterator[None]:
     """Raise a UserError for what `load(*args, **named)` fails with, if another layout has saved that checkpoint."""
@@ -52,7 +61,7 @@ def explained(engine: Any, load: Callable[..., Any], args: Any, named: Any) -> I
             raise
         raise UserError(
             f"{why}. Run `mst reshape {folder}`, which writes a copy that any layout can load, and start this program "
-            "again: it finds the copy"
+            "again: it finds the copy (training.reshape_on_load makes it by itself)"
         ) from error
 
 

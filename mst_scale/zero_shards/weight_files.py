@@ -132,7 +132,7 @@ def states_of(checkpoint: Path, keys: Iterable[str]) -> dict[str, Weights]:
         state = opened(files[0])
         layout = layout_of_file(checkpoint, state, several=len(model_files(checkpoint)) > 1)
         slice_of = files[0].name.split("mp_rank_")[1].split("_")[0]
-        shards = sorted(checkpoint.glob(f"*_mp_rank_{slice_of}_optim_states.pt"), key=rank_of)
+        shards = sorted(checkpoint.glob(f"*_mp_rank_{slice_of}_optim_states.pt"), key=_rank_of)
         for key, weights in found.items():
             here = _sharded(shards, state, key, layout) if shards else _replicated(files[0], state, key, layout)
             for name, parts in here.items():
@@ -154,7 +154,7 @@ def states_of(checkpoint: Path, keys: Iterable[str]) -> dict[str, Weights]:
 
 def model_files(checkpoint: Path) -> list[list[Path]]:
     """Return the model's files, grouped by slice and stage; at stage 3, one of every rank."""
-    files = sorted(checkpoint.glob("*mp_rank_*_model_states.pt"), key=lambda path: (_model_rank(path), rank_of(path)))
+    files = sorted(checkpoint.glob("*mp_rank_*_model_states.pt"), key=lambda path: (_model_rank(path), _rank_of(path)))
     if not files:
         raise UserError(f"{checkpoint} holds no *_model_states.pt: it is not a checkpoint of DeepSpeed")
     return [list(some) for _, some in groupby(files, key=_model_rank)]
@@ -215,7 +215,7 @@ def _opened(path: Path) -> State:
         raise Damaged(f"{path} is damaged or cut short ({str(error).splitlines()[0]})") from None
 
 
-def rank_of(path: Path) -> int:
+def _rank_of(path: Path) -> int:
     """Return the rank that saved a file, by its name."""
     found = re.search(r"zero_pp_rank_(\d+)_", path.name)
     return int(found[1]) if found else 0
@@ -310,7 +310,7 @@ class Held:
 
 def _replicated(path: Path, state: State, key: str, layout: Layout | None) -> dict[str, list[Part]]:
     """Whole, in the model's file or its layers', and in the optimizer's state there."""
-    held, masters = _held(path, state, layout), fp32_masters(state["optimizer"])
+    held, masters = _held(path, state, layout), _fp32_masters(state["optimizer"])
     told = {name: _told(name, tensor.shape, layout) for name, tensor in held.items()}
     wholes = {name: Shard(logical, cut, 0, math.prod(cut.local_matrix)) for name, (logical, cut) in told.items()}
     parts = {shard.name: [Part(shard, held[name].path, held[name].find)] for name, shard in wholes.items()}
@@ -352,7 +352,7 @@ def base_state(optimizer: State) -> dict[str, Any]:
     return optimizer.get("optimizer_state_dict", optimizer)
 
 
-def fp32_masters(optimizer: State) -> list[list[torch.Tensor]] | None:
+def _fp32_masters(optimizer: State) -> list[list[torch.Tensor]] | None:
     """fp32 master weights by group, one flat tensor or one for each parameter; None where the weights are they."""
     if "fp32_groups_flat" in (optimizer or {}):
         return [[flat] for flat in optimizer["fp32_groups_flat"]]
@@ -370,7 +370,7 @@ def _of_layer(name: str, state: State) -> torch.Tensor:
 
 
 def _of_masters(group: int, index: int, state: State) -> torch.Tensor:
-    masters = fp32_masters(state["optimizer"])
+    masters = _fp32_masters(state["optimizer"])
     assert masters is not None
     return masters[group][index]
 

@@ -111,6 +111,7 @@ def test_training_equals_that_on_one_rank(stage: int):
         close(mine, reference, 1e-5)
 
 
+@pytest.mark.full
 def test_training_over_four_slices():
     how = Training(stage=1, steps=20)
     (reference,) = run(trained, 1, {}, how)

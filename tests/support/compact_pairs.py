@@ -21,10 +21,10 @@ def constant_config(stage: int, world: int, compact: str, policy: str = "set", *
     """A config of one sparsity from the first step to the last, with a clip that is always active."""
     topology = {"policy": policy, "random_ratio": None, "update_schedule": "constant", **more.pop("topology", {})}
     precision, sparsity = more.pop("precision", "fp32"), more.pop("sparsity", 0.8)
-    backend = more.pop("backend", "dense")
+    backend, initial = more.pop("backend", "dense"), more.pop("initial", "random")
     extra = {"gradient_clipping": 0.05, **TORCH_ADAM, **more}
     config = mst_config(stage, world, precision, method="set", topology=topology, **extra)
-    config["mst"]["sparsity"] = {"variation": "sparse", "max": sparsity}
+    config["mst"]["sparsity"] = {"variation": "sparse", "max": sparsity, "initial": initial}
     config["mst"]["compute"] = {"backend": backend, "compact": compact}
     return config
 

@@ -342,6 +342,13 @@ def test_where_two_schedules_part(ours: Schedule, other: Schedule, more: int, un
 
 @settings(deadline=None, max_examples=150, derandomize=True)
 @given(any_schedule())
+def test_topology_steps_are_all_steps_that_are_one(schedule: Schedule):
+    every = range(schedule.total_steps + 2)
+    assert list(schedule.topology_steps()) == [step for step in every if schedule.is_topology_step(step)]
+
+
+@settings(deadline=None, max_examples=150, derandomize=True)
+@given(any_schedule())
 def test_the_target_moves_at_topology_steps_only(schedule: Schedule):
     topology = set(schedule.topology_steps())
     for step in range(1, schedule.total_steps + 1):

@@ -1,5 +1,6 @@
 """Sparse training beside a DeepSpeed engine: exact on any number of ranks and any ZeRO stage."""
 
+import functools
 import math
 from itertools import pairwise
 
@@ -36,25 +37,34 @@ END = 40
 LATE = 30  # the last topology step before the weights return; at the end every mask is dense
 
 
-def test_training_gives_the_same_masks_on_any_stage_and_number_of_ranks(tmp_path):
+def trained_on(stage, world, folder):
+    """Masks after each topology step, and the reports on two checkpoints; each step has two micro-batches in all."""
+    accumulation = 2 // world
+    config = mst_config(stage, world, accumulation=accumulation)
+    results = pool.run(masks_over_time, world, config, accumulation, str(folder))
+    assert all(result == results[0] for result in results)
+    return results[0], [inspect(folder / f"step{step}").layers for step in (LATE, END)]
+
+
+@pytest.fixture(scope="module")
+def on_one_rank(tmp_path_factory):
+    return trained_on(0, 1, tmp_path_factory.mktemp("alone"))
+
+
+@pytest.mark.parametrize("world", [2, 1])
+@pytest.mark.parametrize("stage", STAGES)
+def test_training_gives_the_same_masks_on_any_stage_and_number_of_ranks(tmp_path, on_one_rank, stage, world):
     """40 steps, ≥ 10 topology steps: 1 process × 2 accumulation steps against 2 processes, float32, all stages."""
-    histories, reports = {}, {}
-    for stage in STAGES:
-        for world, accumulation in ((1, 2), (2, 1)):
-            config = mst_config(stage, world, accumulation=accumulation)
-            folder = tmp_path / f"{stage}{world}"
-            results = pool.run(masks_over_time, world, config, accumulation, str(folder))
-            assert all(result == results[0] for result in results)
-            histories[stage, world] = results[0]
-            reports[stage, world] = [inspect(folder / f"step{step}").layers for step in (LATE, END)]
-    reference = histories[0, 1]
-    assert len(reference) >= 10
-    assert len({digests[0] for _, digests, _ in reference}) > 5, "the topology really moves"
-    for case, history in histories.items():
-        assert history == reference, f"stage and ranks {case}"
-        assert reports[case] == reports[0, 1], f"mst inspect, stage and ranks {case}"
-    late, end = reports[0, 1]
-    assert [layer.sha256 for layer in late] == next(digests for step, digests, _ in reference if step == LATE)
+    history, reports = trained_on(stage, world, tmp_path)
+    assert history == on_one_rank[0]
+    assert reports == on_one_rank[1], "mst inspect"
+
+
+def test_the_masks_of_training_move_and_are_those_of_the_report(on_one_rank):
+    history, (late, end) = on_one_rank
+    assert len(history) >= 10
+    assert len({digests[0] for _, digests, _ in history}) > 5, "the topology really moves"
+    assert [layer.sha256 for layer in late] == next(digests for step, digests, _ in history if step == LATE)
     assert all(layer.density < 0.5 for layer in late) and all(layer.density == 1 for layer in end)
 
 
@@ -83,14 +93,17 @@ def masks_from_given_scores(rank, world, stage, granularity="element", sparsity=
     return history
 
 
-def test_the_same_weights_and_gradients_give_bit_identical_masks():
-    reference = None
-    for stage in STAGES:
-        for world in (1, 2, 3, 4):
-            (result, *others) = pool.run(masks_from_given_scores, world, stage)
-            assert all(other == result for other in others)
-            reference = reference or result
-            assert len(result) >= 10 and result == reference, f"stage {stage}, {world} ranks"
+@functools.cache
+def masks_of_one_rank():
+    return pool.run(masks_from_given_scores, 1, 0)[0]
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("world", [1, 2, 3, 4])
+def test_the_same_weights_and_gradients_give_bit_identical_masks(stage, world):
+    (result, *others) = pool.run(masks_from_given_scores, world, stage)
+    assert all(other == result for other in others)
+    assert len(result) >= 10 and result == masks_of_one_rank()
 
 
 # --- what holds after every step ---

@@ -218,7 +218,7 @@ def fine_tuned(rank, world, folder, stage):
     return sparsity, same
 
 
-@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("stage", [2, pytest.param(3, marks=pytest.mark.full)])
 def test_a_pruned_model_is_fine_tuned_by_trainer(tmp_path, stage, capsys):
     for sparsity, same in pool.run(fine_tuned, 2, str(tmp_path), stage):
         assert sparsity == 0.5 and same

@@ -28,7 +28,7 @@ def arguments(folder, stage, *more):
     return [*argv, "--eval-every", "3", "--eval-data", str(folder / "tasks"), *more]
 
 
-@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("stage", [1, pytest.param(3, marks=pytest.mark.full)])
 def test_the_row_has_the_results_of_a_later_mst_eval(tmp_path, stage, capsys):
     (tmp_path / "tasks").mkdir()
     (tmp_path / "tasks" / "lambada.txt").write_text("return the last word\nimport os and sys\nx y\n")

@@ -17,7 +17,8 @@ from mst_scale.hybrid_sparse_attention import SelfAttention
 from mst_scale.hybrid_sparse_attention.pattern import Pattern
 from mst_scale.integrations import recording
 from mst_scale.models import BERT, GPT
-from mst_scale.report.reader import Reader, group_runs, model_of
+from mst_scale.report.groups import group_runs, model_of
+from mst_scale.report.reader import Reader
 from mst_scale.run_logging import record
 from mst_scale.tensor_parallel import TensorGroup
 from tests.support import cut_sequences, pool

@@ -62,6 +62,7 @@ def test_two_replicas_of_two_stages():
         close(mine, reference, 1e-4)
 
 
+@pytest.mark.full
 def test_eight_ranks_cut_all_three_ways():
     how = Training(stage=1, steps=5)
     (reference,) = run(trained, 1, {}, how)

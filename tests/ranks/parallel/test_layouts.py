@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import astuple
+
 import pytest
 
 from tests.support import layouts
 from tests.support.layouts import ALL, GIVEN, Layout, alone
 from tests.support.pool import run
+from tests.support.quick import cover
 
 
 @pytest.fixture(scope="module")
@@ -21,17 +24,23 @@ def test_there_are_forty_layouts_and_more():
 
 
 def always(layout: Layout) -> bool:
-    """Two ranks a layer at every stage, each other kind at some; the rest are slow, and on the page of layouts."""
+    """Two ranks a layer at every stage, each other kind at some; the others are slow, and on the page of layouts."""
     two = (layout.tensor, layout.sequence, layout.pipeline) == (2, 1, 1)
     some = (layout.pipeline == 2, layout.sequence == 2, layout.tensor == 4)
     return two or (any(some) and layout.stage == 1) or (layout.sequence == 2 and layout.stage == 3)
 
 
-@pytest.mark.parametrize(
-    "layout",
-    [pytest.param(one, marks=() if always(one) else pytest.mark.slow) for one in ALL],
-    ids=str,
-)
+OFTEN = [layout for layout in ALL if always(layout)]
+QUICK = [OFTEN[i] for i in cover([astuple(layout) for layout in OFTEN], 1)]
+
+
+def marks(layout: Layout) -> list[pytest.MarkDecorator]:
+    if layout in QUICK:
+        return []
+    return [pytest.mark.full if layout in OFTEN else pytest.mark.slow]
+
+
+@pytest.mark.parametrize("layout", [pytest.param(one, marks=marks(one)) for one in ALL], ids=str)
 def test_equal_weights_and_gradients_give_equal_masks(layout: Layout, given: dict):
     """Not one bit of one mask differs, at any topology step."""
     for found in run(layouts.trained, layout.world, layout, GIVEN):

@@ -49,6 +49,7 @@ def logs(rank, world, configs):
     return [measured.calls(rank, world, raw) for raw in configs]
 
 
+@pytest.mark.full
 def test_every_call_of_a_dense_step():
     (found, other) = pool.run(logs, 2, list(CASES.values()))
     assert found == other

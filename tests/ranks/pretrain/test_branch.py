@@ -29,7 +29,7 @@ def planned(steps: int, decay: int) -> list[str]:
     return ["--steps", str(steps), "--set", "training.warmup=2", "--set", f"training.decay={decay}"]
 
 
-@pytest.mark.parametrize("method", ["dense", "mst"])
+@pytest.mark.parametrize("method", [pytest.param("dense", marks=pytest.mark.full), "mst"])
 def test_a_branch_is_the_run_that_was_planned_so(tmp_path, method):
     mst = IN_STEPS if method == "mst" else {"method": "dense"}
     assert run(tmp_path, "trunk", mst=mst) == (0, "")

@@ -45,7 +45,14 @@ def saved_as(form):
     return "--set", f"training.checkpoint_form={form}"
 
 
-@pytest.mark.parametrize(("stage", "form"), [(0, "dense"), (2, "compact"), (2, "dense"), (3, "dense"), (3, "compact")])
+RUNS = [
+    (2, "compact"),
+    (3, "dense"),
+    *(pytest.param(*case, marks=pytest.mark.full) for case in ((0, "dense"), (2, "dense"), (3, "compact"))),
+]
+
+
+@pytest.mark.parametrize(("stage", "form"), RUNS)
 def test_a_run_is_that_of_dense_storage_and_resumes(stage, form, tmp_path):
     compact, dense = (run(tmp_path, kind, *saved_as(form), compact=kind, stage=stage) for kind in ("auto", "off"))
     for mine, theirs in zip(tiny_run.rows(compact), tiny_run.rows(dense), strict=True):
@@ -68,7 +75,43 @@ def test_a_run_is_that_of_dense_storage_and_resumes(stage, form, tmp_path):
     assert all(torch.equal(value, after[key]) for key, value in before.items())
 
 
-@pytest.mark.parametrize(("form", "stage", "kind"), [("compact", 3, "auto"), ("dense", 3, "auto"), ("dense", 2, "off")])
+@pytest.mark.parametrize(("form", "stage"), [("compact", 2), ("dense", 3)])
+def test_a_pruned_model_is_trained_further_and_resumes(form, stage, tmp_path):
+    """Its zeros are known from the weights it starts with, and after that from the masks of the checkpoint."""
+    pruned = run(tmp_path, "pruned", compact="off", stage=stage)
+    blocks = {"method": "fixed", "compute": {"backend": "dense"}, "targets": {"lm_head": True}}
+
+    def further(out, *more, kind="auto"):
+        sets = ["--set", f"mst.compute.compact={kind}", "--set", f"zero_optimization.stage={stage}"]
+        argv = whole_runs.arguments(
+            tmp_path, out, *sets, "--init", str(pruned), *saved_as(form), *more, **{**RUN, "mst": blocks}
+        )
+        for code, said in pool.run(whole_runs.attempt, 2, argv):
+            assert code == 0, said
+        return tmp_path / out
+
+    compact, dense = further("compact"), further("dense", kind="off")
+    last = store.tag_of(12)
+    mine, theirs = (inspect(out / "checkpoints" / last).layers for out in (compact, dense))
+    assert mine == theirs and [layer.density for layer in mine] == [
+        layer.density for layer in inspect(pruned / "checkpoints" / last).layers
+    ]
+    for one, other in zip(tiny_run.rows(compact), tiny_run.rows(dense), strict=True):
+        assert one["loss"] == pytest.approx(other["loss"], rel=1e-6)
+        assert 0 < one["state_bytes"] < 0.5 * other["state_bytes"]
+    shutil.copytree(compact, tmp_path / "again")
+    again = further("again", "--resume", store.tag_of(8))
+    before, after = (whole_runs.weights(out, last) for out in (compact, again))
+    assert before.keys() == after.keys()
+    assert all(torch.equal(value, after[key]) for key, value in before.items())
+    assert tiny_run.rows(again)[-1]["state_bytes"] == tiny_run.rows(compact)[-1]["state_bytes"], "compact as before"
+
+
+@pytest.mark.parametrize(("form", "stage", "kind"), [
+    ("compact", 3, "auto"),
+    pytest.param("dense", 3, "auto", marks=pytest.mark.full),
+    pytest.param("dense", 2, "off", marks=pytest.mark.full),
+])  # fmt: skip
 def test_a_run_continues_on_other_ranks_at_another_stage_and_with_dense_storage(form, stage, kind, tmp_path):
     first = run(tmp_path, "first", *saved_as(form), stage=2)
     shutil.copytree(first, tmp_path / "other")
@@ -101,6 +144,7 @@ def test_the_report_sees_the_same_weights(stage, tmp_path):
         np.testing.assert_allclose(cells, theirs.weights[name], rtol=1e-6)  # slices lie elsewhere
 
 
+@pytest.mark.full
 def test_a_compact_checkpoint_takes_a_fraction_of_the_bytes(tmp_path):
     sizes = {}
     for kind in ("auto", "off"):

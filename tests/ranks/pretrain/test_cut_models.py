@@ -41,10 +41,19 @@ def _close(mine: list[dict[str, Any]], reference: list[dict[str, Any]], rtol: fl
             assert value == (pytest.approx(same, rel=rtol) if isinstance(value, float) else same), key
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_run_equals_that_of_one_rank_and_continues_from_its_checkpoint(tmp_path: Path, layout: str):
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """The rows of one rank."""
+    return _run(1, tmp_path_factory.mktemp("whole"), "whole")
+
+
+@pytest.mark.parametrize(
+    "layout", [one if one == "both" else pytest.param(one, marks=pytest.mark.full) for one in LAYOUTS]
+)
+def test_a_run_equals_that_of_one_rank_and_continues_from_its_checkpoint(
+    tmp_path: Path, layout: str, reference: list[dict[str, Any]]
+):
     world, keys = LAYOUTS[layout]
-    reference = _run(1, tmp_path, "whole")
     mine = _run(world, tmp_path, "cut", **keys)
     _close(mine, reference)
     assert {"val_loss", "loss", "grad_norm", "flops"} <= mine[-1].keys()
@@ -52,6 +61,7 @@ def test_a_run_equals_that_of_one_rank_and_continues_from_its_checkpoint(tmp_pat
     assert again == mine, "bit for bit"
 
 
+@pytest.mark.full
 def test_a_pipeline_in_bf16_that_recomputes_activations(tmp_path: Path):
     """Within a few of bfloat16's steps (8 bits)."""
     world, keys = LAYOUTS["both"]

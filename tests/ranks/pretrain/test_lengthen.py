@@ -40,7 +40,12 @@ def same(ours: Path, theirs: Path, tag: str) -> bool:
 
 
 @pytest.mark.parametrize(
-    ("mst", "decay", "from_step"), [(IN_STEPS, 4, 8), (IN_TOKENS, 4, 8), ({"method": "dense"}, 0, 12)]
+    ("mst", "decay", "from_step"),
+    [
+        (IN_STEPS, 4, 8),
+        pytest.param(IN_TOKENS, 4, 8, marks=pytest.mark.full),
+        pytest.param({"method": "dense"}, 0, 12, marks=pytest.mark.full),
+    ],
 )
 def test_a_lengthened_run_is_the_longer_one(tmp_path, mst, decay, from_step):
     blocks = {"mst": mst, "training": {**WSD, "decay": decay, "eval_every": 4}}

@@ -45,6 +45,7 @@ def run(world: int, argv: list[str]) -> None:
     assert [code for code, _ in results] == [0] * world, results
 
 
+@pytest.mark.full
 def test_mst_learns_to_fill_in(tmp_path):
     """Dense, sparse with strided attention, dense again: far below what single ids say, for fewer FLOPs."""
     blocks = {

@@ -14,7 +14,7 @@ from tests.support.whole_runs import MST, arguments, attempt, weights, without_t
 MUON = {"type": "Muon", "params": {"lr": 1e-2, "muon_lr": 2e-2, "betas": [0.9, 0.95], "weight_decay": 0.1}}
 
 
-@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.full), 3])
 def test_a_run_and_the_same_run_stopped_in_its_middle(tmp_path, stage):
     blocks = {"optimizer": MUON, "mst": MST, "zero_optimization": {"stage": stage, "reduce_scatter": False}}
     assert pool.run(attempt, 2, arguments(tmp_path, **blocks)) == [(0, "")] * 2

@@ -18,6 +18,7 @@ def run(tmp_path, out: str, stage: int, line: str = "", **training: float) -> li
     return without_times(tiny_run.rows(tmp_path / out))
 
 
+@pytest.mark.full
 def test_stages_agree_and_a_stopped_run_continues(tmp_path):
     apart = {"sparse_rate": 1.0, "sparse_decay": 0.0}
     plain, first = run(tmp_path, "plain", 1), run(tmp_path, "out", 1, **apart)

@@ -15,6 +15,7 @@ from tests.support.whole_runs import MST, arguments, logged_attempt, weights, wi
 
 pytestmark = pytest.mark.full
 
+DENSE = {"method": "dense"}
 BAD = 13  # the batch that makes the loss jump
 
 
@@ -80,20 +81,24 @@ def without_the_batch(rank, world, argv):
         training_loop.batch_number = inner
 
 
-def rolling(folder, out, action="rollback", stage=1):
+def rolling(folder, out, action="rollback", stage=1, mst=MST):
     spike = {"action": action, "window": 6, "deviations": 4, "rise": 0.3}
     training = {"steps": 20, "spike": spike, "eval_every": 0, "stop_after_nonfinite": 1}
     # DeepSpeed's Adam on the CPU rounds its bias correction otherwise after a load: torch's is exact
     optimizer = {"type": "AdamW", "params": {"lr": 1e-2, "betas": [0.9, 0.95], "torch_adam": True}}
-    blocks = {"training": training, "mst": MST, "zero_optimization": {"stage": stage}, "optimizer": optimizer}
+    blocks = {"training": training, "mst": mst, "zero_optimization": {"stage": stage}, "optimizer": optimizer}
     return arguments(folder, out, **blocks)
 
 
-@pytest.mark.parametrize(("stage", "kind"), [(0, "jump"), (1, "jump"), (2, "nan"), (3, "jump")])
-def test_a_rollback_ends_as_a_run_without_the_batch(tmp_path, stage, kind):
-    argv = rolling(tmp_path, "plain", stage=stage)
+@pytest.mark.parametrize(
+    ("stage", "kind", "mst"),
+    [(0, "jump", MST), (1, "jump", MST), (2, "nan", MST), (3, "jump", MST), (1, "nan", DENSE), (3, "jump", DENSE)],
+    ids=lambda one: one["method"] if isinstance(one, dict) else str(one),
+)
+def test_a_rollback_ends_as_a_run_without_the_batch(tmp_path, stage, kind, mst):
+    argv = rolling(tmp_path, "plain", stage=stage, mst=mst)
     assert [code for code, _ in pool.run(without_the_batch, 2, argv)] == [0, 0]
-    argv = rolling(tmp_path, "out", stage=stage)
+    argv = rolling(tmp_path, "out", stage=stage, mst=mst)
     assert pool.run(spiky, 2, argv, kind, True)[0][0] == 9, "killed right after going back"
     results = pool.run(spiky, 2, argv, kind)
     assert [code for code, _ in results] == [0, 0], results

@@ -17,21 +17,14 @@ from PIL import Image
 
 from mst_scale.cli import main
 from mst_scale.report import Figure, Report, Section, render_page
-from mst_scale.report.charts import (
-    FLOPS,
-    STEPS,
-    TIME,
-    comparison_charts,
-    gradient_norm,
-    loss,
-    run_charts,
-    throughput,
-    weight_charts,
-)  # fmt: skip
-from mst_scale.report.reader import Reader, group_runs
+from mst_scale.report.comparison import FLOPS, STEPS, TIME, comparison_charts, gradient_norm, loss, throughput
+from mst_scale.report.groups import group_runs
+from mst_scale.report.reader import Reader
 from mst_scale.report.style import DARK, LIGHT, Missing, Plot, render
 from mst_scale.report.summary import headline, results
 from mst_scale.report.summary import rows as table_rows
+from mst_scale.report.topology_charts import run_charts
+from mst_scale.report.weight_charts import weight_charts
 from mst_scale.run_logging import snapshots
 from tests.support import pool, tiny_run
 from tests.support import reported_runs as runs

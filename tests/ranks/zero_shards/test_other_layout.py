@@ -7,7 +7,7 @@ from mst_scale.checkpoints.reshape import reshape
 from mst_scale.errors import UserError
 from mst_scale.zero_shards.other_layout import misfit
 from tests.support import pool
-from tests.support.toy_engine import mst_config, train
+from tests.support.toy_engine import mst_config, shas, train
 from tests.support.toys import toy
 
 
@@ -24,6 +24,21 @@ def told(rank, world, stage, folder):
     except UserError as error:
         return str(error)
     return f"loaded step {engine.mst.step}"
+
+
+def reshaped(rank, world, stage, folder):
+    config = mst_config(stage, world, "fp32")
+    config["training"]["reshape_on_load"] = True
+    engine, *_ = mst_scale.initialize(model=toy(), config=config)
+    engine.load_checkpoint(folder)
+    first, losses = shas(engine, world), train(engine, rank, world, 2, first=4)
+    return first, losses
+
+
+def whole(rank, world, stage, folder):
+    engine, *_ = mst_scale.initialize(model=toy(), config=mst_config(stage, world, "fp32"))
+    train(engine, rank, world, 4)
+    return shas(engine, world)
 
 
 def followed(rank, world, stage, folder, tag):
@@ -46,6 +61,17 @@ def test_another_layout_is_told_what_to_run_and_that_works(tmp_path, stages, wor
     folder = str(tmp_path / "global_step4")
     assert pool.run(followed, worlds[1], stages[1], folder, "universal") == [4] * worlds[1], "and by DeepSpeed's key"
     assert pool.run(told, worlds[0], stages[0], str(tmp_path)) == ["loaded step 4"] * worlds[0], "its own files still"
+
+
+@pytest.mark.parametrize(("stage", "worlds"), [(1, (1, 2)), (2, (2, 1)), (3, (2, 1)), (0, (1, 2))])
+def test_a_load_makes_the_copy_it_needs_if_the_config_says_so(tmp_path, stage, worlds):
+    """`training.reshape_on_load`: the masks are those that were saved, and training goes on."""
+    pool.run(saved, worlds[0], stage, str(tmp_path))
+    masks = pool.run(whole, worlds[0], stage, str(tmp_path))[0]
+    for _ in range(2):  # the second time the copy is there
+        for found, losses in pool.run(reshaped, worlds[1], stage, str(tmp_path)):
+            assert found == masks and len(losses) == 2
+    assert pool.run(told, worlds[0], stage, str(tmp_path)) == ["loaded step 4"] * worlds[0], "its own files still"
 
 
 def test_the_same_layout_and_other_failures_are_left_alone(tmp_path):

@@ -51,13 +51,14 @@ def said(folder, rank):
     return (folder / f"rank{rank}").read_text()
 
 
-def engine_of(stage=1, steps=LONG):
+def engine_of(stage=1, steps=LONG, method="mst"):
     import mst_scale
     from tests.support.toys import deepspeed_config, toy
 
     world = int(os.environ["WORLD_SIZE"])
     optimizer = {"type": "AdamW", "params": {"lr": 1e-2, "torch_adam": True}}
     mst = {"method": "mst", "sparsity": {"max": 0.5}, "targets": {"lm_head": False}}
+    mst = {"method": method} if method == "dense" else mst
     config = deepspeed_config(stage, world, optimizer=optimizer, training={"steps": steps}, mst=mst)
     return mst_scale.initialize(model=toy(), config=config)[0]
 
@@ -119,16 +120,17 @@ def test_a_frozen_rank_is_named_and_the_others_end(tmp_path, moment, victim):
     assert forked.end(processes, 0)[victim] is None, "it was frozen, and is killed by us"
 
 
-def killed(victim):
+def killed(victim, method):
     def at_step(step):
         if step == 4 and int(os.environ["RANK"]) == victim:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    train(engine_of(), LONG, at_step)
+    train(engine_of(method=method), LONG, at_step)
 
 
-def test_a_killed_rank_is_named_and_the_others_end(tmp_path):
-    processes = start(tmp_path, 3, killed, 1)
+@pytest.mark.parametrize("method", ["mst", "dense"])
+def test_a_killed_rank_is_named_and_the_others_end(tmp_path, method):
+    processes = start(tmp_path, 3, killed, 1, method)
     assert_named(tmp_path, processes, 1, "gone without a message")
 
 

@@ -17,10 +17,12 @@ pytestmark = pytest.mark.full
 LONG = {"steps": 100_000, "save_every": 0, "eval_every": 0}
 
 
-def running(folder, world, before=None, *, save_every=0, **environment):
+SPARSE = {"method": "mst", "sparsity": {"max": 0.5, "variation": "sparse"}, "topology": {"interval": 5}}
+
+
+def running(folder, world, before=None, *, save_every=0, mst=SPARSE, **environment):
     optimizer = {"type": "AdamW", "params": {"lr": 1e-2, "torch_adam": True}}
     training = {**LONG, "save_every": save_every}
-    mst = {"method": "mst", "sparsity": {"max": 0.5, "variation": "sparse"}, "topology": {"interval": 5}}
     config = tiny_run.config(folder, training=training, optimizer=optimizer, train_batch_size=2 * world, mst=mst)
     argv = ["--deepspeed_config", str(config), "--out", str(folder / "out")]
     return forked.start(world, argv, folder / "logs", before, **environment)
@@ -37,9 +39,13 @@ def said(folder, rank):
     return (folder / "logs" / f"rank{rank}").read_text()
 
 
-@pytest.mark.parametrize(("victim", "speaker"), [(1, 0), (0, 1)])
-def test_a_killed_rank_is_named_and_the_others_end(tmp_path, victim, speaker):
-    processes = running(tmp_path, 3)
+@pytest.mark.parametrize(
+    ("victim", "speaker", "mst"),
+    [(1, 0, SPARSE), (0, 1, SPARSE), (1, 0, {"method": "dense"})],
+    ids=lambda one: one["method"] if isinstance(one, dict) else str(one),
+)
+def test_a_killed_rank_is_named_and_the_others_end(tmp_path, victim, speaker, mst):
+    processes = running(tmp_path, 3, mst=mst)
     wait_for_rows(tmp_path, processes)
     os.kill(processes[victim].pid, signal.SIGKILL)
     start = time.monotonic()

@@ -19,7 +19,7 @@ EXAMPLES = tiny_run.ROOT / "examples"
 def documented(name):
     """The command lines in an example's docstring, each with whether it needs GPUs (its comment says so)."""
     text = ast.get_docstring(ast.parse((EXAMPLES / f"{name}.py").read_text()))
-    starts = ("python ", "deepspeed ", "accelerate ", "torchrun ", "mst ")
+    starts = ("python ", "deepspeed ", "accelerate ", "TORCH_", "torchrun ", "mst ")
     lines = [line.strip().partition("#") for line in text.splitlines() if line.strip().startswith(starts)]
     return [(command.strip(), "GPU" in comment) for command, _, comment in lines]
 
@@ -52,6 +52,12 @@ def test_own_loop(tmp_path):
     for text in run("own_loop", tmp_path):
         assert "90% sparse" in text and "step 100:" in text and "dense, 0% sparse" in text
         assert losses(text)[-1] < losses(text)[0] / 2
+
+
+def test_safe_training(tmp_path):
+    undisturbed, killed = run("safe_training", tmp_path)
+    assert "continuing" not in undisturbed and re.search(r"continuing from step (10|20|30)\n", killed)
+    assert losses(killed)[-1] == losses(undisturbed)[-1] < losses(undisturbed)[0] / 2 and "step 60:" in killed
 
 
 def test_transformers_model(tmp_path):

@@ -11,10 +11,21 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
+import psutil
 import pytest
 
 from tests.support import tiny_run
-from tests.support.launched import HOSTILE, LONG, PATIENCE, config, finish, kill_rank_1, launch, story
+from tests.support.launched import (
+    HOSTILE,
+    LONG,
+    PATIENCE,
+    config,
+    finish,
+    kill_rank_1,
+    launch,
+    rank_processes,
+    story,
+)
 
 pytestmark = [pytest.mark.slurm, pytest.mark.full]
 DAEMONS = ("munged", "slurmctld", "slurmd")
@@ -27,6 +38,7 @@ class Cluster:
     def __init__(self, folder: Path):
         self.folder = folder
         self.daemons: list[subprocess.Popen] = []
+        self.nodes: dict[str, subprocess.Popen] = {}
         self.environment = {
             "SLURM_CONF": str(folder / "slurm.conf"),
             "PATH": f"{tiny_run.environment()['PATH']}:/usr/sbin",
@@ -76,13 +88,26 @@ PartitionName=all Nodes=n1,n2 Default=YES MaxTime=INFINITE State=UP
         while not (folder / "munge.socket").exists() and time.monotonic() < deadline:
             time.sleep(0.05)
         self._daemon("slurmctld", "-D", "-i")
-        self._daemon("slurmd", "-D", "-N", "n1")
-        self._daemon("slurmd", "-D", "-N", "n2")
+        self.start_node("n1")
+        self.start_node("n2")
 
-    def _daemon(self, *words: str) -> None:
+    def start_node(self, name: str) -> None:
+        self.nodes[name] = self._daemon("slurmd", "-D", "-N", name)
+
+    def kill_node(self, name: str, rank: int) -> None:
+        """Its daemon, and a rank with the daemon of its step, as if the machine had lost its power."""
+        self.nodes[name].kill()
+        step = psutil.Process(rank)
+        while step.name() != "slurmstepd":
+            step = step.parent()
+        for process in (step, *step.children(recursive=True)):
+            process.kill()
+
+    def _daemon(self, *words: str) -> subprocess.Popen:
         log = (self.folder / f"{words[0]}{len(self.daemons)}.out").open("w")
         environment = {**os.environ, **self.environment}
         self.daemons.append(subprocess.Popen(words, env=environment, stdout=log, stderr=log))
+        return self.daemons[-1]
 
     def run(self, *words: str) -> str:
         child = subprocess.run(
@@ -261,3 +286,34 @@ def test_phases_on_their_own_number_of_nodes(cluster, tmp_path):
     rows = [tiny_run.rows(tmp_path / out) for out in ("phases", "whole")]
     for mine, theirs in zip(*rows, strict=True):
         assert mine["loss"] == pytest.approx(theirs["loss"], rel=1e-3) and mine["sparsity"] == theirs["sparsity"]
+
+
+def test_an_elastic_job_goes_on_without_a_node_and_with_it_again(cluster, tmp_path):
+    """Two nodes; one dies with its daemon and its rank. Asked to save and requeue, the job gets both again."""
+    made, out, log = config(tmp_path), tmp_path / "out", tmp_path / "log"
+    tmp_path.chmod(0o755)
+    options = ["--elastic", "1:2", "--gpus-per-node", "0", "--ranks-per-node", "1", "--cpus-per-rank", "1"]
+    words = [*options, "--log", str(log), str(made), "--out", str(out)]
+    number = finish(launch("slurm.sh", *words, cwd=tmp_path, **cluster.environment)).split()[-1]
+
+    def ranks() -> list[int]:
+        return [start["ranks"] for start in story(out)["starts"]] if (out / "run.json").exists() else []
+
+    def trains() -> bool:
+        return tiny_run.rows(out)[-1]["step"] > story(out)["starts"][-1]["from_step"]
+
+    wait((out / "checkpoints" / "latest").exists, "it did not start", log)
+    assert ranks() == [2] and cluster.run("squeue", "-h", "-j", number, "-o", "%B").strip() == "n1"
+    cluster.kill_node("n2", rank_processes(out)[1])
+    wait(lambda: ranks() == [2, 1] and trains(), "it did not go on without the node", log)
+    assert hows(out)[0] is None and "the run uses 1 of 1 nodes" in log.read_text()
+    cluster.start_node("n2")
+    wait(lambda: "n2" in cluster.run("sinfo", "-h", "-N", "-t", "idle,alloc,mix", "-o", "%N"), "n2 is not back", log)
+    cluster.run("scancel", "--signal=USR1", "--batch", number)
+    wait(lambda: len(ranks()) == 3 and trains(), "it did not go on after it was asked to", log)
+    assert hows(out)[1] == "asked to stop"
+    assert ranks()[2] == 2, "the next job has both nodes"
+    cluster.run("scancel", "--signal=TERM", "--batch", number)
+    wait(lambda: state(cluster, number) == "", "it did not stop for good", log)
+    starts = story(out)["starts"]
+    assert starts[2]["from_step"] == starts[1]["last_step"] and hows(out)[2] == "asked to stop"

@@ -34,7 +34,9 @@ LAUNCHERS = {
 }
 
 
-@pytest.mark.parametrize("launcher", LAUNCHERS)
+@pytest.mark.parametrize(
+    "launcher", [pytest.param(one, marks=pytest.mark.full) if one == "mpirun" else one for one in LAUNCHERS]
+)
 def test_each_launcher_trains_on_two_processes(tmp_path, launcher):
     command = [word.format(port=tiny_run.free_port()) for word in LAUNCHERS[launcher]]
     child = subprocess.run(
@@ -72,7 +74,9 @@ def test_a_config_that_names_a_source_runs_in_a_fresh_folder(tmp_path):
     assert [row["step"] for row in tiny_run.rows(tmp_path / "x")][-1] == 30
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize(
+    "stage", [0, pytest.param(1, marks=pytest.mark.full), pytest.param(2, marks=pytest.mark.full), 3]
+)
 def test_the_files_of_a_run(tmp_path, stage):
     blocks = {
         "zero_optimization": {"stage": stage},
@@ -229,7 +233,7 @@ def test_a_damaged_newest_checkpoint_is_named_and_the_one_before_is_used(tmp_pat
     assert [n for n, value in weights(undisturbed, "step00000012").items() if not torch.equal(again[n], value)] == []
 
 
-@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGUSR1])
+@pytest.mark.parametrize("signum", [signal.SIGTERM, pytest.param(signal.SIGUSR1, marks=pytest.mark.full)])
 def test_a_signal_to_one_rank_saves_on_all_and_exits_0(tmp_path, signum):
     argv = arguments(tmp_path, "out", "--steps", "5000", training={"save_every": 0, "eval_every": 0})
     out = tmp_path / "out"

@@ -1,6 +1,7 @@
 """A run of method mst whose sparse phase is trained compact: dense, compact and dense again, in new processes at the
 borders, ends bit for bit as the run of dense storage does."""
 
+import functools
 import json
 import os
 import shutil
@@ -13,8 +14,8 @@ import torch
 
 from mst_scale.checkpoints import store
 from mst_scale.zero_shards import compact_files
-from tests.support import tiny_run
-from tests.support.whole_runs import arguments, weights, without_times
+from tests.support import pool, tiny_run
+from tests.support.whole_runs import arguments, attempt, weights, without_times
 
 pytestmark = pytest.mark.full
 
@@ -38,11 +39,33 @@ RUN = {
 }
 
 
+# with accumulation on several ranks, stages 0 and 1 add gradients up before they reduce them, and growth does not
+ONE_MICRO_BATCH = ("--set", "train_batch_size=4")
+
+
+def stored(compact, stage):
+    return ["--set", f"mst.compute.compact={compact}", "--set", f"zero_optimization.stage={stage}"]
+
+
+@pytest.fixture(scope="module")
+def dense(tmp_path_factory):
+    """The folder of a run of dense storage for (ranks, stage), which tests only read; each is trained once."""
+
+    @functools.cache
+    def trained(ranks, stage):
+        folder = tmp_path_factory.mktemp(f"dense-{ranks}-{stage}")
+        more = ONE_MICRO_BATCH if stage == 0 else ()
+        said = pool.run(attempt, ranks, arguments(folder, "out", *stored("off", stage), *more, **RUN))
+        assert all(code == 0 for code, _ in said), said
+        return folder / "out"
+
+    return trained
+
+
 def begin(folder, out, launcher, compact, stage=1, *more):
     command = [word.format(port=tiny_run.free_port()) for word in LAUNCHERS[launcher]]
-    sets = ["--set", f"mst.compute.compact={compact}", "--set", f"zero_optimization.stage={stage}"]
     return subprocess.Popen(
-        [*command, *arguments(folder, out, *sets, *more, **RUN)],
+        [*command, *arguments(folder, out, *stored(compact, stage), *more, **RUN)],
         env=tiny_run.environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
         start_new_session=True,
     )  # fmt: skip
@@ -72,12 +95,9 @@ def assert_same(one, other):
     ("deepspeed", 3),
     ("torchrun", 0),
 ])  # fmt: skip
-def test_a_run_ends_bit_for_bit_as_with_dense_storage(tmp_path, launcher, stage):
-    # with accumulation on several ranks, stages 0 and 1 add gradients up before they reduce them, and growth does not
-    batch = ("--set", "train_batch_size=4") if stage == 0 else ()
-    said = run(tmp_path, "compact", launcher, "auto", stage, *batch)
-    run(tmp_path, "dense", launcher, "off", stage, *batch)
-    assert_same(tmp_path / "compact", tmp_path / "dense")
+def test_a_run_ends_bit_for_bit_as_with_dense_storage(tmp_path, dense, launcher, stage):
+    said = run(tmp_path, "compact", launcher, "auto", stage, *(ONE_MICRO_BATCH if stage == 0 else ()))
+    assert_same(tmp_path / "compact", dense(2, stage))
     starts = json.loads((tmp_path / "compact" / "run.json").read_text())["starts"]
     borders = [start["from_step"] for start in starts]
     assert len(borders) == 3 and borders[0] == 0 and borders[1] == 10 and 80 <= borders[2] < 100
@@ -88,38 +108,36 @@ def test_a_run_ends_bit_for_bit_as_with_dense_storage(tmp_path, launcher, stage)
     assert not list(checkpoints.glob("*/mst/compact.safetensors")), "the form is dense by default"
 
 
-def test_killed_in_its_compact_steps_it_continues_compact(tmp_path):
+def test_killed_in_its_compact_steps_it_continues_compact(tmp_path, dense):
     process = begin(tmp_path, "killed", "torchrun", "auto", 2, "--set", "training.checkpoint_form=compact")
     wait_for(tmp_path / "killed" / "checkpoints" / store.tag_of(50), process)
     os.killpg(process.pid, signal.SIGKILL)
     process.wait()
     assert compact_files.file_of(tmp_path / "killed" / "checkpoints" / store.tag_of(50)).is_file()
     run(tmp_path, "killed", "torchrun", "auto", 2, "--set", "training.checkpoint_form=compact")
-    run(tmp_path, "dense", "torchrun", "off", 2)
-    mine, theirs = (weights(tmp_path / out, store.tag_of(STEPS)) for out in ("killed", "dense"))
+    mine, theirs = (weights(out, store.tag_of(STEPS)) for out in (tmp_path / "killed", dense(2, 2)))
     assert all(torch.equal(value, theirs[key]) for key, value in mine.items())
 
 
-def test_a_checkpoint_of_dense_storage_continues_compact_and_the_reverse(tmp_path):
-    run(tmp_path, "dense", "python", "off")
-    shutil.copytree(tmp_path / "dense", tmp_path / "compact")
-    said = run(tmp_path, "compact", "python", "auto", 1, "--resume", store.tag_of(50))
+def test_a_checkpoint_of_dense_storage_continues_compact_and_the_reverse(tmp_path, dense):
+    shutil.copytree(dense(1, 1), tmp_path / "compact")
+    folder = dense(1, 1).parent  # of the same corpus
+    said = run(folder, tmp_path / "compact", "python", "auto", 1, "--resume", store.tag_of(50))
     assert "stores whole matrices, and here layers store active weights alone: creating a copy" in said
-    assert_same(tmp_path / "compact", tmp_path / "dense")
+    assert_same(tmp_path / "compact", dense(1, 1))
     shutil.copytree(tmp_path / "compact", tmp_path / "again")
-    run(tmp_path, "again", "python", "off", 1, "--resume", store.tag_of(75))
-    assert_same(tmp_path / "again", tmp_path / "dense")
+    run(folder, tmp_path / "again", "python", "off", 1, "--resume", store.tag_of(75))
+    assert_same(tmp_path / "again", dense(1, 1))
 
 
-def test_a_run_that_is_asked_to_stop_at_a_border_continues_there(tmp_path):
+def test_a_run_that_is_asked_to_stop_at_a_border_continues_there(tmp_path, dense):
     """The signal may also come while a process is replaced; then the launcher ends the run, and it continues too."""
     process = begin(tmp_path, "out", "python", "auto")
     wait_for(tmp_path / "out" / "checkpoints" / store.tag_of(10), process)
     process.send_signal(signal.SIGTERM)
     process.communicate(timeout=120)
     run(tmp_path, "out", "python", "auto")
-    run(tmp_path, "dense", "python", "off")
-    assert_same(tmp_path / "out", tmp_path / "dense")
+    assert_same(tmp_path / "out", dense(1, 1))
 
 
 def wait_for(path, process):
@@ -129,13 +147,12 @@ def wait_for(path, process):
         time.sleep(0.02)
 
 
-def test_a_run_that_stops_at_a_border_continues_there(tmp_path):
+def test_a_run_that_stops_at_a_border_continues_there(tmp_path, dense):
     """Asked again, it says that it is there."""
     for _ in range(2):
         said = run(tmp_path, "out", "python", "auto", 1, "--stop-at", "10")
         assert "step 10 is saved, and the run stops here" in said
     run(tmp_path, "out", "python", "auto")
-    run(tmp_path, "dense", "python", "off")
-    assert_same(tmp_path / "out", tmp_path / "dense")
+    assert_same(tmp_path / "out", dense(1, 1))
     starts = json.loads((tmp_path / "out" / "run.json").read_text())["starts"]
     assert starts[-3]["from_step"] == 10

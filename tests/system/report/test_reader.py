@@ -11,7 +11,9 @@ import numpy as np
 import pytest
 
 from mst_scale.report import Report
-from mst_scale.report.reader import Reader, Thinned, group_runs, smoothed, spread
+from mst_scale.report.groups import group_runs
+from mst_scale.report.reader import Reader
+from mst_scale.report.series import Thinned, smoothed, spread
 from mst_scale.report.summary import rows as table_rows
 from tests.support import reported_runs as runs
 from tests.support import tiny_run

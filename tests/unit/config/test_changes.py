@@ -15,7 +15,7 @@ RAW = {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 1e
 WITHOUT_EFFECT = {
     "model.preset", "model.activation_checkpointing", "data.dir", "training.log_every", "training.eval_every",
     "training.eval_tasks", "training.eval_data", "training.histogram_every", "training.baseline",
-    "training.async_save", "training.checkpoint_form",
+    "training.async_save", "training.checkpoint_form", "training.reshape_on_load", "training.verify_every",
     "mst.topology.check_every", "mst.topology.track_coverage", "mst.allow_untested",
 }  # fmt: skip
 

@@ -12,7 +12,8 @@ from mst_scale.config import load
 from mst_scale.flops.frontier import Point
 from mst_scale.flops.ledger import topology_flops
 from mst_scale.report import frontier
-from mst_scale.report.reader import Reader, group_runs
+from mst_scale.report.groups import group_runs
+from mst_scale.report.reader import Reader
 from mst_scale.report.style import LIGHT, render
 from tests.support import reported_runs as runs
 

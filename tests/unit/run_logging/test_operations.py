@@ -1,6 +1,7 @@
 """The health file, the log of events and the command for each event."""
 
 import json
+import math
 import sys
 import time
 
@@ -27,6 +28,14 @@ def test_the_health_file_has_step_loss_pace_last_save_and_faults(tmp_path):
     assert [(line["event"], line["step"]) for line in lines] == [("spike", 21), ("failed save", 30)]
     operations.event("finished", "finished", step=100)
     assert json.loads((tmp_path / "health.json").read_text())["state"] == "finished"
+
+
+def test_a_loss_that_is_not_finite_is_null(tmp_path):
+    operations = Operations(tmp_path, 100, health=tmp_path / "health.json")
+    operations.row({**ROW, "loss": math.nan, "grad_norm": math.inf})
+    operations.event("spike", step=21, loss=math.nan, bound=math.inf)
+    for text in ((tmp_path / "health.json").read_text(), (tmp_path / EVENTS).read_text()):
+        assert "NaN" not in text and "Infinity" not in text and "null" in text
 
 
 def test_prometheus_reads_the_same_numbers(tmp_path):

@@ -13,6 +13,7 @@ triton = pytest.importorskip("triton")
 from mst_scale.sparse_linear import block, dispatch  # noqa: E402
 from tests.support import triton_interpreter  # noqa: E402
 from tests.support.block_cases import TOLERANCE, errors, mask_of  # noqa: E402
+from tests.support.quick import selected  # noqa: E402
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 KINDS = ("some", "empty rows", "one", "all", "none")
@@ -44,8 +45,9 @@ def interpret(cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 @pytest.fixture(scope="module")
-def interpreted() -> list[dict[str, Any]]:
-    return interpret([*INTERPRETED, {"poisoned": True}, {"stage": 3}])
+def interpreted(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
+    cases = INTERPRETED if selected(request, test_interpreted) else []
+    return interpret([*cases, {"poisoned": True}, {"stage": 3}])
 
 
 @pytest.mark.full

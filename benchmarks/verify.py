@@ -1,0 +1,128 @@
+"""Measures what `training.verify_every` costs.
+
+    mst bench verify [--ranks 1 2] [--stages 0 1 3] [--rounds 5] [--json | --markdown]
+
+    verified  a step that is verified: its micro-batch is computed a second time, and all values are digested
+    next      the step after it, before whose update the values are digested again
+    plain     a step without either
+
+The three alternate on one engine. One verification costs (verified - plain) + (next - plain), and `share` is this cost
+divided by that of 100 plain steps (`verify_every` = 100). The model has the widths of GPT-2 small, its whole head and
+one of its 12 layers, in float32, with one sequence of 1024 tokens per rank and step. A step has a single micro-batch,
+which is the worst case: with more of them, still one is computed a second time. Times are CPU times of the process, all
+its threads, so that other programs on the machine hardly change them; they are medians, of the slowest rank. Not
+measured: GPUs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import time
+from collections.abc import Sequence
+
+import torch
+
+from mst_scale.comm.parser import Parser, at_least
+
+from .local_ranks import run_on
+from .machine import machine
+from .page import Row, aside, grid, outputs, tell
+from .timing import middle_half
+from .training import MASKED_MODEL, config
+
+MODEL = {**MASKED_MODEL, "n_layer": 1}
+ASKED = 0.02
+EVERY = 100
+KINDS = ("verified", "next", "plain")  # by the number of a step modulo 3
+
+
+def measure(method: str, stage: int, rounds: int, threads: int) -> Row:
+    """Measure one ZeRO stage on the ranks that call this."""
+    import mst_scale
+    from mst_scale import comm, zero_shards
+    from mst_scale.config import ModelConfig
+    from mst_scale.models.gpt import GPT
+    from mst_scale.verification import Verification
+
+    ranks = comm.init()
+    torch.set_num_threads(max(1, threads // ranks.world_size))
+    mst = {"method": method, **({} if method == "dense" else {"sparsity": {"max": 0.96}})}
+    raw = config(MODEL, ranks.world_size, 1, training={"steps": 10**6}, mst={**mst, "attention": {"pattern": "dense"}})
+    raw["zero_optimization"] = {"stage": stage}
+    torch.manual_seed(1)
+    engine = mst_scale.initialize(model=GPT(ModelConfig(**MODEL)), config=raw)[0]
+    Verification(engine, ranks, len(KINDS))
+    tokens = torch.randint(50257, (1, 1024), generator=torch.Generator().manual_seed(1))
+
+    times: dict[str, list[float]] = {kind: [] for kind in KINDS}
+    for _ in range(len(KINDS) * (rounds + 1)):
+        ranks.any(False)
+        began = time.process_time()
+        engine.backward(engine(tokens, tokens))
+        engine.step()
+        seconds = torch.tensor(time.process_time() - began, dtype=torch.float64)
+        torch.distributed.all_reduce(seconds, op=torch.distributed.ReduceOp.MAX, group=ranks.control)
+        times[KINDS[engine.global_steps % len(KINDS)]].append(float(seconds))
+    middle = {kind: 1e3 * statistics.median(values[1:]) for kind, values in times.items()}
+    spread = {kind: [round(1e3 * q) for q in middle_half(values[1:])] for kind, values in times.items()}
+    kept = sum(v.tensor.numel() * v.tensor.element_size() for v in zero_shards.held_values(engine))
+    cost = middle["verified"] + middle["next"] - 2 * middle["plain"]
+    return {
+        "method": method,
+        "ranks": ranks.world_size,
+        "stage": stage,
+        "kept_mb": round(kept / 1e6),
+        **{f"{kind}_ms": round(middle[kind]) for kind in KINDS},
+        **{f"{kind}_range": spread[kind] for kind in KINDS},
+        "ours_ms": round(cost, 1),
+        "baseline": f"{EVERY} plain steps",
+        "baseline_ms": round(EVERY * middle["plain"], 1),
+        "speedup": round(EVERY * middle["plain"] / cost, 1),
+        "share": cost / (EVERY * middle["plain"]),
+        "asked": ASKED,
+    }
+
+
+def run(ranks: Sequence[int], stages: Sequence[int], rounds: int, threads: int) -> list[Row]:
+    """Measure all rows; each method, stage and number of ranks in processes of its own."""
+    cases = [(count, method, stage) for count in ranks for stage in stages for method in ("dense", "sparse")]
+    return [run_on(count, measure, method, stage, rounds, threads) for count, method, stage in cases]
+
+
+def table(rows: list[Row]) -> str:
+    """Return the rows as a table of Markdown."""
+    lines = []
+    for r in rows:
+        times = [f"{r[f'{kind}_ms']:,} ({r[f'{kind}_range'][0]:,}–{r[f'{kind}_range'][1]:,})" for kind in KINDS]
+        place = [r["method"], str(r["ranks"]), str(r["stage"]), f"{r['kept_mb']:,}"]
+        lines.append([*place, *times, f"{r['ours_ms']:,.0f}", f"{r['share']:.2%}", f"≤ {r['asked']:.0%}"])
+    return grid(
+        [
+            "method", "ranks", "ZeRO stage", "kept MB (rank 0)", "verified ms (middle half)", "next ms (middle half)",
+            "plain ms (middle half)", "a verification ms", "share of 100 steps", "goal",
+        ],
+        lines,
+    )  # fmt: skip
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the benchmark and print its results."""
+    parser = Parser(prog="mst bench verify", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=at_least(1), nargs="+", default=[1, 2], help="processes (default: 1 2)")
+    parser.add_argument("--stages", type=int, choices=range(4), nargs="+", default=[0, 1, 3], help="ZeRO stages")
+    parser.add_argument("--rounds", type=at_least(2), default=5, help="measured verifications (default: %(default)s)")
+    parser.add_argument("--threads", type=at_least(1), default=os.cpu_count() or 1, help="CPU threads, shared out")
+    outputs(parser)
+    options = parser.parse_args(arguments)
+    with aside():
+        rows = run(options.ranks, options.stages, options.rounds, options.threads)
+    given = f"--ranks {' '.join(map(str, options.ranks))} --stages {' '.join(map(str, options.stages))}"
+    command = f"mst bench verify {given} --rounds {options.rounds}"
+    tell(options, rows, table(rows), about=machine(options.threads), doc=__doc__, command=command)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
