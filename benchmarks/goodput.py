@@ -66,11 +66,8 @@ if TYPE_CHECKING:
 STEPS_AT_SCALE, STEP_SECONDS = 14_220, 2.0  # a failure every 7.9 hours
 COLLECTIVES, SILENCE, OPERATOR = 600.0, 0.8, 1800.0  # seconds, a fraction of them, seconds
 NEEDS_OPERATOR = "disk full"  # plain DeepSpeed
-<<<<<<< HEAD
-=======
 # intervals between saves that a job goes back, on average
 BACK = {"rank killed": 0.5, "rank frozen": 0.5, "node lost": 0.5, "newest damaged": 1.5}
->>>>>>> main
 STARTING = 2  # saves of a job while the process that writes is started
 CALIBRATION = 15  # steps between saves of the job without faults
 MODEL = {"n_layer": 2, "n_head": 2, "n_embd": 64, "seq_length": 128, "vocab_size": 256}
