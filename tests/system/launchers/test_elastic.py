@@ -57,7 +57,7 @@ def test_twenty_changes_end_like_an_undisturbed_run(tmp_path):
     raw["training"]["log_every"] = 1
     made.write_text(json.dumps(raw))
     out = tmp_path / "out"
-    numbers = [4, *[2, 3, 1, 4] * 5]
+    numbers = [2, *[1, 3, 2, 4, 2] * 4]
     child = launch("local.sh", "--elastic", "1:4", str(made), "--out", str(out), cwd=tmp_path)
     for count, number in enumerate(numbers, start=1):
         assert wait_for_training(out, child, count)["ranks"] == number
@@ -85,7 +85,7 @@ def test_twenty_changes_end_like_an_undisturbed_run(tmp_path):
         return max(abs(a["loss"] - b["loss"]) for a, b in zip(rows[one], rows[other], strict=True))
 
     by_order = max(apart(one, other) for one, other in itertools.combinations(["1", "2", "4"], 2))
-    assert apart("elastic", "2") <= 3 * by_order < 0.01, "of losses that fall by more than 1"
+    assert apart("elastic", "2") <= 3 * by_order < 1e-4, "of losses that fall from 4.1 to 2.2"
     pauses = pauses_of(out)
     assert len(pauses) == 20
     print(f"pauses: median {sorted(pauses)[10]:.1f} s, longest {max(pauses):.1f} s; by order {by_order:.1e}")
