@@ -63,14 +63,14 @@ def test_dry_run_shows_what_each_scheduler_would_run(tmp_path):
 
 
 def world_of(text: str) -> dict[str, list[str]]:
-    """What DeepSpeed's launcher is told of nodes and GPUs, from its command line."""
+    """The nodes and GPUs in the command line of DeepSpeed's launcher."""
     (encoded,) = re.findall(r"--world_info=(\S+)", text)
     return json.loads(base64.urlsafe_b64decode(encoded))
 
 
 @pytest.mark.parametrize(("visible", "words", "taken"), [
     ("2,5,7", [], ["2", "5", "7"]), ("2,5,7", ["--processes", "2"], ["2", "5"]),
-    ("GPU-12ab,GPU-34cd", [], ["GPU-12ab", "GPU-34cd"]),
+    ("GPU-12ab,GPU-34cd", [], ["GPU-12ab", "GPU-34cd"]), ("2, 5,-1,7", [], ["2", "5"]), ("-1", [], ["0", "1"]),
 ])  # fmt: skip
 def test_a_run_takes_the_gpus_that_it_may_see(tmp_path, visible, words, taken):
     made = str(config(tmp_path))
