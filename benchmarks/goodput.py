@@ -18,8 +18,8 @@ Measured: the share is (steps x median step time of the faster side) / time, ove
 of a job to another one `interval` steps later. Time is lost to detection, restarts, repeated steps and saves; what a
 fault costs is counted with the step time of its own job.
 
-Computed: with 1,024 GPUs, a failure every 7.9 hours and steps of 2 s, there are 14,220 steps between failures. So many
-steps per fault cannot be run here. Their share is computed from what was measured:
+Computed: with 1,024 GPUs, a failure every 7.9 hours and steps of 2 s, there are 14,220 steps between failures, more
+than can be run here for each fault. Their share is computed from what was measured:
 
     lost per fault = fixed + wait + K/2 x 2 s (if the job goes back; 3K/2 if the newest checkpoint is damaged)
     share = 14,220 x 2 s / (14,220 x 2 s + 14,220 / K x cost of a save + mean over the faults of the lost time)
@@ -102,7 +102,7 @@ def config(folder: Path) -> dict[str, Any]:
 
 
 def best_interval(cost: float, steps: int) -> int:
-    """Return Young's interval between saves, in steps, for a save that costs so many steps."""
+    """Return Young's interval between saves, in steps, for a save that costs this number of steps."""
     return max(2, round(math.sqrt(2 * cost * steps)))
 
 

@@ -1,6 +1,7 @@
 """Measures what `training.verify_every` costs.
 
-    mst bench verify [--ranks 1 2] [--stages 0 1 3] [--rounds 5] [--json | --markdown]
+    mst bench verify [--ranks 1 2] [--stages 0 1 3] [--methods dense sparse] [--tokens 1024] [--rounds 5]
+                     [--json | --markdown]
 
     verified  a step that is verified: its micro-batch is computed a second time, and all values are digested
     next      the step after it, before whose update the values are digested again
@@ -8,10 +9,10 @@
 
 The three alternate on one engine. One verification costs (verified - plain) + (next - plain), and `share` is this cost
 divided by that of 100 plain steps (`verify_every` = 100). The model has the widths of GPT-2 small, its whole head and
-one of its 12 layers, in float32, with one sequence of 1024 tokens per rank and step. A step has a single micro-batch,
-which is the worst case: with more of them, still one is computed a second time. Times are CPU times of the process, all
-its threads, so that other programs on the machine hardly change them; they are medians, of the slowest rank. Not
-measured: GPUs.
+one of its 12 layers, in float32, with one sequence per rank and step. A step has a single micro-batch, which is the
+worst case: with more of them, still one is computed a second time. So are few tokens, as digests take the same time.
+Times are CPU times of the process, all its threads, so that other programs on the machine hardly change them; they are
+medians, of the slowest rank. Not measured: GPUs.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ EVERY = 100
 KINDS = ("verified", "next", "plain")  # by the number of a step modulo 3
 
 
-def measure(method: str, stage: int, rounds: int, threads: int) -> Row:
+def measure(method: str, stage: int, tokens_per_step: int, rounds: int, threads: int) -> Row:
     """Measure one ZeRO stage on the ranks that call this."""
     import mst_scale
     from mst_scale import comm, zero_shards
@@ -54,7 +55,7 @@ def measure(method: str, stage: int, rounds: int, threads: int) -> Row:
     torch.manual_seed(1)
     engine = mst_scale.initialize(model=GPT(ModelConfig(**MODEL)), config=raw)[0]
     Verification(engine, ranks, len(KINDS))
-    tokens = torch.randint(50257, (1, 1024), generator=torch.Generator().manual_seed(1))
+    tokens = torch.randint(50257, (1, tokens_per_step), generator=torch.Generator().manual_seed(1))
 
     times: dict[str, list[float]] = {kind: [] for kind in KINDS}
     for _ in range(len(KINDS) * (rounds + 1)):
@@ -73,6 +74,7 @@ def measure(method: str, stage: int, rounds: int, threads: int) -> Row:
         "method": method,
         "ranks": ranks.world_size,
         "stage": stage,
+        "tokens": tokens_per_step,
         "kept_mb": round(kept / 1e6),
         **{f"{kind}_ms": round(middle[kind]) for kind in KINDS},
         **{f"{kind}_range": spread[kind] for kind in KINDS},
@@ -85,10 +87,11 @@ def measure(method: str, stage: int, rounds: int, threads: int) -> Row:
     }
 
 
-def run(ranks: Sequence[int], stages: Sequence[int], rounds: int, threads: int) -> list[Row]:
+def run(options: argparse.Namespace) -> list[Row]:
     """Measure all rows; each method, stage and number of ranks in processes of its own."""
-    cases = [(count, method, stage) for count in ranks for stage in stages for method in ("dense", "sparse")]
-    return [run_on(count, measure, method, stage, rounds, threads) for count, method, stage in cases]
+    cases = [(n, method, stage) for n in options.ranks for stage in options.stages for method in options.methods]
+    rest = (options.tokens, options.rounds, options.threads)
+    return [run_on(n, measure, method, stage, *rest) for n, method, stage in cases]
 
 
 def table(rows: list[Row]) -> str:
@@ -96,12 +99,12 @@ def table(rows: list[Row]) -> str:
     lines = []
     for r in rows:
         times = [f"{r[f'{kind}_ms']:,} ({r[f'{kind}_range'][0]:,}–{r[f'{kind}_range'][1]:,})" for kind in KINDS]
-        place = [r["method"], str(r["ranks"]), str(r["stage"]), f"{r['kept_mb']:,}"]
+        place = [r["method"], str(r["ranks"]), str(r["stage"]), f"{r['tokens']:,}", f"{r['kept_mb']:,}"]
         lines.append([*place, *times, f"{r['ours_ms']:,.0f}", f"{r['share']:.2%}", f"≤ {r['asked']:.0%}"])
     return grid(
         [
-            "method", "ranks", "ZeRO stage", "kept MB (rank 0)", "verified ms (middle half)", "next ms (middle half)",
-            "plain ms (middle half)", "a verification ms", "share of 100 steps", "goal",
+            "method", "ranks", "ZeRO stage", "tokens per rank", "kept MB (rank 0)", "verified ms (middle half)",
+            "next ms (middle half)", "plain ms (middle half)", "a verification ms", "share of 100 steps", "goal",
         ],
         lines,
     )  # fmt: skip
@@ -112,14 +115,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = Parser(prog="mst bench verify", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=at_least(1), nargs="+", default=[1, 2], help="processes (default: 1 2)")
     parser.add_argument("--stages", type=int, choices=range(4), nargs="+", default=[0, 1, 3], help="ZeRO stages")
+    parser.add_argument("--methods", choices=("dense", "sparse"), nargs="+", default=["dense", "sparse"])
+    parser.add_argument("--tokens", type=at_least(1), default=1024, help="per rank and step (default: %(default)s)")
     parser.add_argument("--rounds", type=at_least(2), default=5, help="measured verifications (default: %(default)s)")
     parser.add_argument("--threads", type=at_least(1), default=os.cpu_count() or 1, help="CPU threads, shared out")
     outputs(parser)
     options = parser.parse_args(arguments)
     with aside():
-        rows = run(options.ranks, options.stages, options.rounds, options.threads)
+        rows = run(options)
     given = f"--ranks {' '.join(map(str, options.ranks))} --stages {' '.join(map(str, options.stages))}"
-    command = f"mst bench verify {given} --rounds {options.rounds}"
+    given += f" --methods {' '.join(options.methods)} --tokens {options.tokens}"
+    command = f"mst bench verify {given} --rounds {options.rounds} --threads {options.threads}"
     tell(options, rows, table(rows), about=machine(options.threads), doc=__doc__, command=command)
     return 0
 

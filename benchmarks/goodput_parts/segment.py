@@ -209,11 +209,11 @@ def run(side: str, fault: str | None, folder: Path, setting: Setting, *, every: 
 def _watch(job: Job, fault: str | None, at: int, victim: int, setting: Setting) -> Watched:
     watched, pending = Watched(), fault is not None
     repair_at: float | None = None
-    for now, step in _positions(job, watched, setting):
+    for moment, step in _positions(job, watched, setting):
         if pending and step >= at:
-            watched.fault_at, pending = now, False
+            watched.fault_at, pending = moment, False
             repair_at = _inject(job, fault or "", victim, watched, setting)
-        if repair_at is not None and now >= repair_at:
+        if repair_at is not None and moment >= repair_at:
             _repair(job, fault or "")
             repair_at = None
         if step >= WARM + setting.interval:

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from mst_scale.comm.ranks import Ranks
 
-LOOK_EVERY = 50  # steps; the medians of so many steps are compared
+LOOK_EVERY = 50  # steps, whose medians are compared
 FACTOR = 1.5  # over the median of the other ranks
 LEAST_SECONDS = 0.02  # by which a step must be longer
 REPEATED = 600.0  # seconds before the same run is reported slow again

@@ -47,7 +47,7 @@ def save_in_background(engine: Any) -> BackgroundSaves | None:
             saves.start(take, final, step=engine.global_steps, about=None, latest=latest)
         except (OSError, FailedElsewhere) as error:
             if isinstance(error, OSError):
-                logger.warning("%s %s", error, WITHOUT_COPY)
+                logger.error("%s %s", error, WITHOUT_COPY)  # warnings of other ranks than the first are not shown
             return save(**given)
         return True
 

@@ -5,6 +5,7 @@ Variables that the user has set always win. Some of them have to be carried to o
 
 from __future__ import annotations
 
+import itertools
 import os
 import resource
 import shutil
@@ -88,7 +89,8 @@ def gpus() -> list[str]:
     if os.environ.get("DS_ACCELERATOR") == "cpu":
         return []
     if (visible := os.environ.get("CUDA_VISIBLE_DEVICES")) is not None:
-        return [name for name in visible.split(",") if name]
+        names = [name.strip() for name in visible.split(",")]  # CUDA ignores what follows an invalid one, such as -1
+        return list(itertools.takewhile(lambda name: name and not name.startswith("-"), names))
     try:
         listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=False).stdout
     except OSError:

@@ -75,14 +75,11 @@ def run(
 ) -> int:
     """Pretrain with this many processes of this machine, through DeepSpeed's launcher, and return the exit code."""
     check_groups(config, [("this machine", processes)], arguments)
+    places = gpus() or [str(number) for number in range(processes)]
+    if len(places) < processes:
+        raise UserError(f"{processes} processes need as many GPUs, and there are {len(places)} ({', '.join(places)})")
     _set_environment(processes)
-
-    def command() -> list[str]:
-        return [
-            "deepspeed", "--log_level", "error", "--num_accelerators", str(processes),
-            "--master_port", str(port or free_port()),
-            "--module", "mst_scale.pretrain", "--deepspeed_config", config, *arguments,
-        ]  # fmt: skip
+    command = functools.partial(_command, places[:processes], config, arguments, port)
 
     if dry_run:
         print(quoted(command(), shown_variables()))
@@ -98,22 +95,28 @@ def _run_elastic(config: str, arguments: list[str], options: Namespace) -> int:
     places = elastic_places(options.elastic, config, arguments, options.ranks_from, gpus)
     _set_environment(places.allowed.most)
 
-    def command(taken: list[str]) -> list[str]:
-        # without DeepSpeed's runner, which for one machine only starts this, after importing torch a second time
-        words = ["mst_scale.pretrain", "--deepspeed_config", config, *arguments]
-        return ranks_of_node({"localhost": taken}, 0, "127.0.0.1", str(options.port or free_port()), *words)
-
     if options.dry_run:
-        print(quoted(command(places.take()), shown_variables()))
+        print(quoted(_command(places.take(), config, arguments, options.port), shown_variables()))
         return 0
     supervisor = Supervisor(ask_ranks)
 
     def start(taken: list[str]) -> int:
-        return _start(supervisor, functools.partial(command, taken), lambda: places.changed(len(taken)))
+        command = functools.partial(_command, taken, config, arguments, options.port)
+        return _start(supervisor, command, lambda: places.changed(len(taken)))
 
     return keep_running(
         supervisor, functools.partial(keep_changing, supervisor, places, start), config, arguments, options.restarts
     )
+
+
+def _command(places: list[str], config: str, arguments: list[str], port: int | None) -> list[str]:
+    """Return the command that starts one rank on each of these GPUs or places.
+
+    It leaves out DeepSpeed's runner, the command `deepspeed`: on one machine, the runner imports torch and DeepSpeed
+    only to start this command, and with a given number of ranks it ignores CUDA_VISIBLE_DEVICES.
+    """
+    words = ["mst_scale.pretrain", "--deepspeed_config", config, *arguments]
+    return ranks_of_node({"localhost": places}, 0, "127.0.0.1", str(port or free_port()), *words)
 
 
 def _set_environment(processes: int) -> None:

@@ -66,7 +66,7 @@ class Saves:
                 return
             except (OSError, comm.FailedElsewhere) as error:  # on all ranks
                 if isinstance(error, OSError):
-                    logger.warning("%s %s", error, WITHOUT_COPY)
+                    logger.error("%s %s", error, WITHOUT_COPY)  # warnings of other ranks than the first are not shown
         try:
             self._seconds = store.save(
                 self.engine, self.folder, self.ranks,

@@ -7,6 +7,7 @@ summary          tables and numbers: results, recipe, machine, events
 comparison       curves of runs compared
 topology_charts  schedule and topology of a run
 weight_charts    weights of a run
+names            names of matrices, grouped and shortened
 frontier         FLOP multipliers over dense training
 style            light and dark palettes; drawing to PNG, SVG and into the page
 

@@ -206,7 +206,7 @@ def test_flops_are_known_in_advance(tmp_path, small, capsys):
 @pytest.mark.parametrize(
     ("more", "reported"),
     [
-        (["--method", "rigl"], "mst.grow_from is for methods ligo and stack, not for rigl: leave it out"),
+        (["--method", "rigl"], "mst.grow_from is for methods expand, ligo and stack, not for rigl: leave it out"),
         (["--init", "gpt2"], "leave out --init"),
         (["--from", "nowhere"], "--from nowhere: there is no nowhere/config.json: give the folder of a run"),
         (["--from", "{corpus}"], "there is no {corpus}/config.json"),

@@ -1,4 +1,4 @@
-"""A loop of one's own that resumes on other ranks, or at another stage, is told the command that lets it."""
+"""A loop of one's own that resumes on other ranks, or at another stage, gets a line with the command that lets it."""
 
 import pytest
 
@@ -17,7 +17,7 @@ def saved(rank, world, stage, folder):
     engine.save_checkpoint(folder)
 
 
-def told(rank, world, stage, folder):
+def loaded(rank, world, stage, folder):
     engine, *_ = mst_scale.initialize(model=toy(), config=mst_config(stage, world, "fp32"))
     try:
         engine.load_checkpoint(folder)
@@ -52,15 +52,15 @@ CASES = [((2, 2), (2, 1)), ((1, 1), (1, 2)), ((3, 3), (2, 1)), ((2, 3), (2, 2)),
 
 
 @pytest.mark.parametrize(("stages", "worlds"), CASES)
-def test_another_layout_is_told_what_to_run_and_that_works(tmp_path, stages, worlds):
+def test_another_layout_names_the_command_and_that_works(tmp_path, stages, worlds):
     pool.run(saved, worlds[0], stages[0], str(tmp_path))
-    for said in pool.run(told, worlds[1], stages[1], str(tmp_path)):
+    for said in pool.run(loaded, worlds[1], stages[1], str(tmp_path)):
         assert f"`mst reshape {tmp_path / 'global_step4'}`" in said and "\n" not in said
     reshape(tmp_path / "global_step4")
-    assert pool.run(told, worlds[1], stages[1], str(tmp_path)) == ["loaded step 4"] * worlds[1], "by the same call"
+    assert pool.run(loaded, worlds[1], stages[1], str(tmp_path)) == ["loaded step 4"] * worlds[1], "by the same call"
     folder = str(tmp_path / "global_step4")
     assert pool.run(followed, worlds[1], stages[1], folder, "universal") == [4] * worlds[1], "and by DeepSpeed's key"
-    assert pool.run(told, worlds[0], stages[0], str(tmp_path)) == ["loaded step 4"] * worlds[0], "its own files still"
+    assert pool.run(loaded, worlds[0], stages[0], str(tmp_path)) == ["loaded step 4"] * worlds[0], "its own files still"
 
 
 @pytest.mark.parametrize(("stage", "worlds"), [(1, (1, 2)), (2, (2, 1)), (3, (2, 1)), (0, (1, 2))])
@@ -71,16 +71,16 @@ def test_a_load_makes_the_copy_it_needs_if_the_config_says_so(tmp_path, stage, w
     for _ in range(2):  # the second time the copy is there
         for found, losses in pool.run(reshaped, worlds[1], stage, str(tmp_path)):
             assert found == masks and len(losses) == 2
-    assert pool.run(told, worlds[0], stage, str(tmp_path)) == ["loaded step 4"] * worlds[0], "its own files still"
+    assert pool.run(loaded, worlds[0], stage, str(tmp_path)) == ["loaded step 4"] * worlds[0], "its own files still"
 
 
 def test_the_same_layout_and_other_failures_are_left_alone(tmp_path):
     pool.run(saved, 2, 2, str(tmp_path))
-    assert pool.run(told, 2, 1, str(tmp_path)) == ["loaded step 4"] * 2, "stages 1 and 2 write the same files"
+    assert pool.run(loaded, 2, 1, str(tmp_path)) == ["loaded step 4"] * 2, "stages 1 and 2 write the same files"
     step = tmp_path / "global_step4"
     assert misfit(step, 2, 2) is None and misfit(step, 2, 4) is not None and misfit(step, 3, 2) is not None
     for path in step.glob("*optim_states.pt"):
         path.write_bytes(b"cut short")
     with pytest.raises(pool.RankError) as caught:
-        pool.run(told, 2, 2, str(tmp_path))
+        pool.run(loaded, 2, 2, str(tmp_path))
     assert "mst reshape" not in str(caught.value)

@@ -99,9 +99,12 @@ def at_a_moment(moment, what):
     """For `before`: call `what(run)` once, in the fifth step, or the save or topology step that ends it."""
     from mst_scale.checkpoints import store
     from mst_scale.mixed_growing import evolve
+    from mst_scale.pretrain.batches import MicroBatches
     from mst_scale.pretrain.training_loop import Run
 
-    owner, name = {"step": (Run, "_update"), "save": (store, "_write"), "topology step": (evolve, "peaks_of")}[moment]
+    owner, name = {"step": (MicroBatches, "update"), "save": (store, "_write"), "topology step": (evolve, "peaks_of")}[
+        moment
+    ]
     inner, advance, runs = getattr(owner, name), Run.advance, []
 
     def patched(*args, **named):

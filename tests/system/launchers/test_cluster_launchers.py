@@ -61,7 +61,6 @@ def test_a_killed_launcher_below_ends_its_ranks_and_the_run_starts_again(tmp_pat
     assert b"deepspeed.launcher.launch" in Path(f"/proc/{between}/cmdline").read_bytes()
     os.kill(between, signal.SIGKILL)
     text = finish(child)
-    assert f"the launcher (process {between}) is gone" in text and "run.json does not say" in text
     assert "(1 of 3)" in text and story(out)["starts"][-1]["how"] == "finished"
     assert not any(Path(f"/proc/{pid}").exists() for pid in ranks.values())
 

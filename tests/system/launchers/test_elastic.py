@@ -47,7 +47,8 @@ def wait_for_training(out: Path, child: subprocess.Popen, count: int) -> dict:
 # --- mst launch local ---
 
 
-def test_twenty_changes_end_like_an_undisturbed_run(tmp_path):
+@pytest.mark.parametrize("rounds", [1, pytest.param(4, marks=pytest.mark.slow)])
+def test_changes_end_like_an_undisturbed_run(tmp_path, rounds):
     """1 to 4 ranks, masks and all: every step is taken once, on the same batch, at the same rate and sparsity.
 
     Runs on 1, 2 and 4 ranks differ by the order in which gradients are added; the changing one differs no more.
@@ -57,7 +58,9 @@ def test_twenty_changes_end_like_an_undisturbed_run(tmp_path):
     raw["training"]["log_every"] = 1
     made.write_text(json.dumps(raw))
     out = tmp_path / "out"
-    numbers = [4, *[2, 3, 1, 4] * 5]
+    numbers = [2, *[1, 3, 2, 4, 2] * rounds]
+    out.mkdir()
+    (out / "ranks").write_text(f"{numbers[0]}\n")
     child = launch("local.sh", "--elastic", "1:4", str(made), "--out", str(out), cwd=tmp_path)
     for count, number in enumerate(numbers, start=1):
         assert wait_for_training(out, child, count)["ranks"] == number
@@ -67,8 +70,8 @@ def test_twenty_changes_end_like_an_undisturbed_run(tmp_path):
                 os.kill(pid, signal.SIGSTOP)
     text = finish(child)
     ended = starts(out)
-    assert [start["ranks"] for start in ended] == numbers and text.count("the number of ranks changes") == 20
-    assert [start["how"] for start in ended] == ["asked to stop"] * 20 + ["finished"]
+    assert [start["ranks"] for start in ended] == numbers and text.count("the number of ranks changes") == 5 * rounds
+    assert [start["how"] for start in ended] == ["asked to stop"] * (5 * rounds) + ["finished"]
     assert [start["from_step"] for start in ended[1:]] == [start["last_step"] for start in ended[:-1]]
     assert {start["batch"]["sequences"] for start in ended} == {24}
     rows = {"elastic": tiny_run.rows(out)}
@@ -85,10 +88,12 @@ def test_twenty_changes_end_like_an_undisturbed_run(tmp_path):
         return max(abs(a["loss"] - b["loss"]) for a, b in zip(rows[one], rows[other], strict=True))
 
     by_order = max(apart(one, other) for one, other in itertools.combinations(["1", "2", "4"], 2))
-    assert apart("elastic", "2") <= 3 * by_order < 0.01, "of losses that fall by more than 1"
+    assert apart("elastic", "2") <= 3 * by_order < 1e-4, "of losses that fall from 4.1 to 2.2"
     pauses = pauses_of(out)
-    assert len(pauses) == 20
-    print(f"pauses: median {sorted(pauses)[10]:.1f} s, longest {max(pauses):.1f} s; by order {by_order:.1e}")
+    assert len(pauses) == 5 * rounds
+    print(
+        f"pauses: median {sorted(pauses)[len(pauses) // 2]:.1f} s, longest {max(pauses):.1f} s; by order {by_order:.1e}"
+    )
 
 
 def pauses_of(out: Path) -> list[float]:

@@ -1,7 +1,9 @@
 """What the launchers would run, and their signals and restarts, with programs that stand for the real ones."""
 
+import base64
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -57,7 +59,30 @@ def test_dry_run_shows_what_each_scheduler_would_run(tmp_path):
     assert " WORLD_SIZE=6 SRUN_CPUS_PER_TASK=4 " in started and " srun --kill-on-bad-exit=1 --ntasks=6 " in started
     text = shown("local.sh", "--dry-run", made, cwd=tmp_path, PATH=tools, OMP_NUM_THREADS="")
     share = max(1, len(os.sched_getaffinity(0)) // 2)
-    assert f" OMP_NUM_THREADS={share} " in text and " --num_accelerators 2 " in text, "the cores are shared"
+    assert f" OMP_NUM_THREADS={share} " in text and world_of(text) == {"localhost": ["0", "1"]}, "the cores are shared"
+
+
+def world_of(text: str) -> dict[str, list[str]]:
+    """The nodes and GPUs in the command line of DeepSpeed's launcher."""
+    (encoded,) = re.findall(r"--world_info=(\S+)", text)
+    return json.loads(base64.urlsafe_b64decode(encoded))
+
+
+@pytest.mark.parametrize(("visible", "words", "taken"), [
+    ("2,5,7", [], ["2", "5", "7"]), ("2,5,7", ["--processes", "2"], ["2", "5"]),
+    ("GPU-12ab,GPU-34cd", [], ["GPU-12ab", "GPU-34cd"]), ("2, 5,-1,7", [], ["2", "5"]), ("-1", [], ["0", "1"]),
+])  # fmt: skip
+def test_a_run_takes_the_gpus_that_it_may_see(tmp_path, visible, words, taken):
+    made = str(config(tmp_path))
+    text = shown("local.sh", "--dry-run", *words, made, cwd=tmp_path, CUDA_VISIBLE_DEVICES=visible, DS_ACCELERATOR="")
+    assert world_of(text) == {"localhost": taken}
+
+
+def test_more_processes_than_visible_gpus_are_one_line(tmp_path):
+    words = ["--dry-run", "--processes", "3", str(config(tmp_path))]
+    child = launch("local.sh", *words, cwd=tmp_path, CUDA_VISIBLE_DEVICES="2,5", DS_ACCELERATOR="")
+    text = child.communicate(timeout=PATIENCE)[0]
+    assert child.returncode == 2 and text.count("\n") == 1 and "2 (2, 5)" in text
 
 
 # --- where ranks that share a layer are placed ---
@@ -125,6 +150,12 @@ def programs(folder: Path, **scripts: str) -> str:
     for name, body in scripts.items():
         (folder / name).write_text(f"#!/bin/bash\n{body}\n")
         (folder / name).chmod(0o755)
+    if "deepspeed" in scripts:  # `mst launch local` starts the module that DeepSpeed's command does
+        module = folder.parent / "deepspeed" / "launcher" / "launch.py"
+        module.parent.mkdir(parents=True)
+        for package in (module.parent, module.parent.parent):
+            (package / "__init__.py").touch()
+        module.write_text(f"import os\nos.execv('/bin/bash', ['bash', {str(folder / 'deepspeed')!r}])\n")
     python = str(Path(shutil.which("python", path=tiny_run.environment()["PATH"]) or "").parent)
     return os.pathsep.join([str(folder), python, "/usr/bin", "/bin"])
 
@@ -242,8 +273,8 @@ def test_the_demo_is_restarted_like_any_run(tmp_path):
     tools = programs(tmp_path / "bin", deepspeed=f"echo start >> {tmp_path}/starts")
     child = subprocess.run(
         [sys.executable, "-m", "mst_scale.launch", "demo", "--out", str(tmp_path / "out")],
-        env={**tiny_run.environment(MST_PAUSE="0"), "PATH": tools}, cwd=tiny_run.ROOT, capture_output=True, text=True,
-        timeout=PATIENCE, check=False,
+        env={**tiny_run.environment(MST_PAUSE="0"), "PATH": tools, "PYTHONPATH": f"{tmp_path}:{tiny_run.ROOT}"},
+        cwd=tiny_run.ROOT, capture_output=True, text=True, timeout=PATIENCE, check=False,
     )  # fmt: skip
     assert child.returncode == 1 and "run.json does not say that the run is finished" in child.stderr
     assert (tmp_path / "starts").read_text().count("start") == 4
@@ -284,7 +315,7 @@ def launch_local(body: str, *words: str, cwd: Path, **more: str) -> subprocess.P
 
 
 def test_a_failing_search_for_a_port_is_a_failure_and_no_usage_error(tmp_path):
-    """Without a port DeepSpeed's runner would end with code 2, which is never tried again."""
+    """Without a port DeepSpeed's launcher would end with code 2, which is never tried again."""
     tools = programs(tmp_path / "bin", deepspeed="touch started; exit 2")
     words = ["--restarts", "1", str(config(tmp_path))]
     child = launch_local("raise OSError('no port is free')", *words, cwd=tmp_path, PATH=tools)
@@ -308,7 +339,7 @@ def test_no_signal_is_lost_before_the_run_has_begun(tmp_path):
 
 
 def test_what_a_launcher_below_has_started_before_there_are_ranks_ends_with_it(tmp_path):
-    """DeepSpeed's runner does not hand a signal on to what it has started."""
+    """DeepSpeed's launcher does not hand every signal on to what it has started."""
     tools = programs(tmp_path / "bin", deepspeed="bash starter & wait")
     (tmp_path / "starter").write_text(f"{RUN}\n")
     child = launch("local.sh", str(config(tmp_path)), cwd=tmp_path, PATH=tools)

@@ -32,7 +32,7 @@ def flipped(rank, world, argv, name):
         Run.advance = advance
 
 
-def told(out):
+def record_of(out):
     return json.loads((out / "run.json").read_text())
 
 
@@ -48,13 +48,13 @@ def test_a_run_continues_from_before_the_flip_and_ends_as_if_it_had_not_been(tmp
     assert (first, second) == (4, 4) and said.count("\n") == 1 and not silent
     assert "rank 1 (" in said and name in said and f"corrupted at step {FLIPPED_AT}" in said
     out = tmp_path / "out"
-    assert told(out)["starts"][-1]["how"] == CORRUPTED
+    assert record_of(out)["starts"][-1]["how"] == CORRUPTED
     events = map(json.loads, (out / "events.jsonl").read_text().splitlines())
     (event,) = [one for one in events if one["event"] == "corrupted"]
     expected = {"kind": "memory", "ranks": [1], "step": FLIPPED_AT, "verified": 4, "decided": True}
     assert expected.items() <= event.items() and len(event["hosts"]) == 1
     assert [code for code, _ in pool.run(attempt, 2, argv)] == [0, 0]
-    assert told(out)["starts"][-1]["from_step"] == 4 and (out / "checkpoints" / "step00000008").is_dir()
+    assert record_of(out)["starts"][-1]["from_step"] == 4 and (out / "checkpoints" / "step00000008").is_dir()
     assert without_times(tiny_run.rows(out))[-1] == without_times(tiny_run.rows(tmp_path / "plain"))[-1]
     ours, theirs = (weights(folder, "step00000012") for folder in (out, tmp_path / "plain"))
     assert ours.keys() == theirs.keys() and all(torch.equal(ours[key], theirs[key]) for key in ours)
@@ -67,4 +67,4 @@ def test_without_a_checkpoint_from_before_the_oldest_is_taken_with_a_warning(tmp
     assert code == 4 and "keep_checkpoints" in said, "what may happen is said at the start"
     (code, said), _ = pool.run(attempt, 2, argv)
     assert code == 0 and "may contain it" in said
-    assert told(tmp_path / "out")["starts"][-1]["from_step"] == FLIPPED_AT - 1
+    assert record_of(tmp_path / "out")["starts"][-1]["from_step"] == FLIPPED_AT - 1
