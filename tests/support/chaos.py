@@ -257,8 +257,8 @@ def steps_done(out: Path) -> int:
     return path.read_bytes().count(b"\n") if path.exists() else 0
 
 
-def said(folder: Path) -> str:
-    return "\n".join(path.read_text()[-2000:] for path in sorted((folder / "logs").glob("rank*")))
+def said(folder: Path, characters: int = 2000) -> str:
+    return "\n".join(path.read_text()[-characters:] for path in sorted((folder / "logs").glob("rank*")))
 
 
 def differences(one: Path, other: Path) -> list[str]:
