@@ -41,7 +41,7 @@ def test_the_end_is_the_same(case, tmp_path):
     assert chaos.differences(peace, tmp_path / "chaos" / "out") == [], story.faults
 
 
-CASE = Case(world=2, stage=1, faults=0, seed=1)  # 40 steps
+CASE = Case(world=2, stage=1, faults=10, seed=1)  # 90 steps; each kill after a rename leaves a newer checkpoint
 
 
 @pytest.fixture(scope="module")
