@@ -111,8 +111,7 @@ class MSTConfig:
             )
         if (self.method == "fixed") != (self.masks is not None):
             raise UserError(
-                'mst.masks names the masks that method fixed keeps, "zeros" or a file: leave it out with '
-                f"{self.method}, or choose method fixed"
+                f"mst.masks is only for method fixed: leave it out with method {self.method}, or choose method fixed"
             )
         if self.method == "fixed" and self.topology.granularity != "element":
             raise UserError(

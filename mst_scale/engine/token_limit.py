@@ -1,4 +1,4 @@
-"""Resolves `mst.sparsity.sparse_tokens` in a custom loop, whose model and batch only the engine knows.
+"""Resolves `mst.sparsity.sparse_tokens` in your own training loop, whose model and batch only the engine knows.
 
 `pretrain` reads both from the config. Here the limit becomes durations, as shares of the run, before the schedule is
 built: checkpoints and recorded configs then have what the run trains with.
@@ -64,7 +64,7 @@ def unlimited(experiment: Experiment) -> Experiment:
 
 
 def whole_size(model: torch.nn.Module, is_part: bool) -> int | None:
-    """Return the number of parameters of a model that ZeRO-3 may have cut already; None if it is a part of one."""
+    """Return the number of parameters of a model, which ZeRO-3 may have partitioned; None for a part of a model."""
     if is_part:
         return None
     return sum(int(getattr(p, "ds_numel", p.numel())) for p in model.parameters())

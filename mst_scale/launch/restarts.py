@@ -49,22 +49,22 @@ def keep_running(
         os.environ.update(MST_RESTART=str(attempt), MST_START=f"{os.getpid()}-{secrets.token_hex(4)}")
         code = start()
         if code == 0 and outcome(code, argv) != "done":
-            _say("the ranks are gone, and run.json does not say that the run is finished")
+            _say("the ranks have ended, but run.json does not say that the run is finished")
             code = 1
         elif code == 3 and outcome(code, argv) == "stop":
-            _say("the run has diverged at the same step as before; it is not started again")
+            _say("the run diverged at the same step as before, so it is not restarted")
             return code
         if code in NOT_RESTARTED or supervisor.asked_to_stop():
             return code
         if time.monotonic() - began >= healthy:
             attempt = 0
         if attempt >= restarts:
-            _say(f"the run ended with code {code}, also after {restarts} restarts")
+            _say(f"the run ended with exit code {code} again, after {restarts} restarts")
             return code
         seconds = min(pause * 2**attempt, LONGEST_PAUSE)
         attempt += 1
-        where = "a checkpoint that was verified" if code == CORRUPTED else "its latest complete checkpoint"
-        _say(f"the run ended with code {code}; it starts again from {where} in {seconds:g} s ({attempt} of {restarts})")
+        where = "a verified checkpoint" if code == CORRUPTED else "its latest complete checkpoint"
+        _say(f"the run ended with exit code {code}; restarting from {where} in {seconds:g} s ({attempt} of {restarts})")
         supervisor.pause(seconds)
         if supervisor.asked_to_stop():
             return code

@@ -67,7 +67,7 @@ def main(words: list[str]) -> int:
     ranks, cpus = options.ranks_per_node, options.cpus_per_rank
     ranks = options.gpus_per_node if ranks is None else ranks
     if ranks == 0:
-        raise UserError("how many ranks on each node? --ranks-per-node N")
+        raise UserError("the number of ranks per node is missing: give --ranks-per-node N")
     check_groups(config, [("each node", ranks)], arguments)
     nodes, numbers = str(options.nodes or 1), None
     if options.elastic is not None:
@@ -109,7 +109,7 @@ def main(words: list[str]) -> int:
     else:
         shares = [phases.Share((), options.nodes or 1, None)]
     if not options.dry_run and shutil.which("sbatch") is None:
-        raise UserError("there is no sbatch here: log in where jobs are submitted, or use mst launch hostfile")
+        raise UserError("sbatch was not found: run this on the cluster's login node, or use mst launch hostfile")
     before = None
     for share in shares:
         stop = [] if share.stop_at is None else ["--stop-at", str(share.stop_at)]

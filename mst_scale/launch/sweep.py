@@ -53,9 +53,9 @@ def main(words: list[str]) -> int:
     if launcher not in LAUNCHERS:
         raise UserError(f"--with {launcher}: choose local, hostfile, mpi or slurm")
     if not re.fullmatch("[a-z-]+(,[a-z-]+)*", options.methods):
-        raise UserError(f"--methods {options.methods}: write names with commas between")
+        raise UserError(f"--methods {options.methods}: separate the names with commas")
     if not re.fullmatch("[0-9]+(,[0-9]+)*", options.seeds):
-        raise UserError(f"--seeds {options.seeds}: write numbers with commas between")
+        raise UserError(f"--seeds {options.seeds}: separate the numbers with commas")
     methods, seeds, out = options.methods.split(","), options.seeds.split(","), Path(options.out)
 
     def command(method: str, seed: str, folder: Path) -> list[str]:

@@ -169,7 +169,7 @@ def test_a_loop_of_ones_own_says_how_long_it_is():
     config = mst_config(1, 1)
     del config["training"]["steps"]
     (message,) = pool.run(raised, 1, config, 1)
-    assert "how many optimizer steps" in message and '"training": {"steps": N}' in message
+    assert "training.steps" in message and '"training": {"steps": N}' in message
     config["mst"]["sparsity"] |= {"warmup": 10, "ultra": 20, "restore": 5}  # nothing depends on the length now
     assert pool.run(raised, 1, config, 1) == [0.0]
 
