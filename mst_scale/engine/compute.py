@@ -102,7 +102,7 @@ class SparseCompute(Component):
         return chosen
 
     def _ask_for_dense_gradients(self) -> None:
-        """Request dense gradients in each micro-batch of a topology step that reads them, and for snfs in every step."""
+        """Request dense gradients in each micro-batch of a topology step that reads them (for snfs, of every step)."""
         step = int(self.engine.global_steps) + 1
         due = self.topology.is_due(step) and self.topology.reads_dense_gradients(step)
         self.layers.dense_gradients(not self.topology.masks_states or due)

@@ -88,7 +88,7 @@ def test_more_processes_than_visible_gpus_are_one_line(tmp_path):
 # --- where ranks that share a layer are placed ---
 
 SHARED = ["--set", "tensor_parallel.autotp_size=4"]
-WHOLE = "start a multiple of 4 on each, or --set tensor_parallel.autotp_size=2"
+WHOLE = "start a multiple of it on each node, or --set tensor_parallel.autotp_size=2"
 
 
 @pytest.mark.parametrize(
@@ -228,7 +228,7 @@ def test_a_job_begins_with_the_doctor_and_ends_with_its_report_where_something_i
     text = child.communicate(timeout=PATIENCE)[0]
     lines = (tmp_path / "starts").read_text().splitlines()
     assert len(lines) == steps and "--ntasks=2 --ntasks-per-node=1" in lines[0] and "a report" in text
-    assert ("ends this job before its run (n[1-2])" in text) == (doctor == 1)
+    assert ("ends before its run starts (n[1-2])" in text) == (doctor == 1)
     requeued = "requeue 7" in (tmp_path / "asked").read_text()
     assert requeued == (doctor == 139) and (requeued or child.returncode == code)
 
