@@ -102,7 +102,7 @@ def newest(folder: Path, ranks: Ranks, before: int | None = None) -> str | None:
         if not ranks.any(bool(faults)):
             return str(tag)
         if faults:
-            logger.error("checkpoint %s is damaged: %s; trying the one before it", folder / tag, faults[0])
+            logger.error("checkpoint %s is damaged: %s; trying the previous one", folder / tag, faults[0])
     return None
 
 
@@ -131,7 +131,7 @@ def locate(path: Path) -> Path:
         faults = damage(folder / tag)
         if not faults:
             return folder / tag
-        logger.error("checkpoint %s is damaged: %s; trying the one before it", folder / tag, faults[0])
+        logger.error("checkpoint %s is damaged: %s; trying the previous one", folder / tag, faults[0])
     if tags:
         raise Damaged(f"every checkpoint in {folder} is damaged")
     for place in dict.fromkeys((path, folder)):

@@ -174,7 +174,7 @@ class SpikeConfig:
         ge=0,
         le=1e6,
         description="A loss is a spike if it exceeds the median by more than this many "
-        "robust standard deviations, and by `rise`.",
+        "robust standard deviations and by more than `rise`.",
     )
     rise: StrictFloat = Field(
         default=0.5, ge=0, le=1e6, description="A loss is a spike only if it exceeds the median by more than this."

@@ -45,8 +45,8 @@ def choose_targets(model: nn.Module, targets: TargetsConfig, frozen: bool = Fals
     matrices = {name: p for name, p in all_matrices.items() if p.requires_grad or frozen}
     if all_matrices and not matrices:
         raise UserError(
-            f"every matrix that could be sparse is frozen ({len(all_matrices)} of them; adapters never are sparse): "
-            "method fixed keeps the zeros of frozen weights, and methods that prune need weights that are trained"
+            f"all {len(all_matrices)} matrices that could be sparse are frozen (adapters are never sparse): use method "
+            "fixed, which keeps the zeros of frozen weights, or unfreeze the weights"
         )
     if adapters:
         logger.info("%d parameters belong to adapters, which are never sparse", len(adapters))

@@ -40,9 +40,9 @@ def with_durations(
     if states(config, "model", "seq_length"):  # the positions of a transformers model are only a largest length
         length = experiment.model.seq_length
     if length is None or size is None:
-        fix = '"model": {"seq_length": N}' if length is None else "durations in steps, because the model is cut,"
+        fix = '"model": {"seq_length": N}' if length is None else "durations in steps, because the model is split,"
         logger.warning(
-            "mst.sparsity.sparse_tokens has no effect: tokens per parameter are not known in this loop; add %s to the "
+            "mst.sparsity.sparse_tokens has no effect: the number of tokens per parameter is unknown; add %s to the "
             "config",
             fix,
         )

@@ -111,8 +111,8 @@ class WeightChecks(Component):
             raise SharedMistake(
                 f"{zero_shards.optimizer_name(self.engine)} moves weights that have no gradient: {sum(moved)} masked "
                 f"weights are not 0 after step {step}, {moved[worst]} of them in {masks.names[worst]}; choose one "
-                "that leaves them (AdamW with eps > 0, SGD, Adagrad), change weights between steps with "
-                "mst_scale.load_weights alone, or set "
+                "that does not (AdamW with eps > 0, SGD, Adagrad), change weights between steps only with "
+                "mst_scale.load_weights, or set "
                 "mst.topology.rezero to true, which zeroes them and their optimizer states after every update"
             )
 

@@ -93,14 +93,16 @@ class WeightFunctions(Component):
         if (reason := describe_method_conflict(mst, cut)) is not None:
             raise UserError(reason)
         if zero_shards.uses_muon(engine):
-            raise UserError(f"method {self.method} trains what lies behind weights, and Muon needs these: use AdamW")
+            raise UserError(
+                f"method {self.method} trains stored tensors, but Muon needs the weights themselves: use AdamW"
+            )
         head = getattr(engine.module, "get_output_embeddings", lambda: None)()
         tables = [p for m in engine.module.modules() if isinstance(m, zero_shards.TABLES) for p in m.parameters()]
         for name, shape in self.shapes.items():
             if head is not None and self.targets[name] is head.weight and any(head.weight is p for p in tables):
                 raise UserError(
-                    f"method {self.method}: {name} is the tied head: the embedding would look up what is stored, not "
-                    "weights: set mst.targets.lm_head to false"
+                    f"method {self.method}: {name} is a tied head, so the embedding would read stored values instead "
+                    "of weights: set mst.targets.lm_head to false"
                 )
             reason = function.unsupported_reason(shape, self.targets[name].device.type, self.targets[name].dtype)
             if reason is not None:
@@ -123,8 +125,8 @@ class WeightFunctions(Component):
         for name in self.targets:
             if name not in products or products[name].across:
                 raise UserError(
-                    f"method {self.method}: {name} is not the weight of an nn.Linear, which would call it: "
-                    "exclude it by mst.targets"
+                    f"method {self.method}: {name} is not the weight of an nn.Linear, which this method requires: "
+                    "exclude it with mst.targets.exclude"
                 )
         self.products = products
 
@@ -186,13 +188,13 @@ class WeightFunctions(Component):
         return zero_shards.loss_scale(self.engine) / zero_shards.passes_of_a_step(self.engine)
 
     def _check_pulls(self) -> None:
-        """Of the step that is about to be taken: a whole one for every layer."""
+        """Check that each layer has one backward pass per micro-batch of the step that is about to be taken."""
         for name, layer in self.layers.items():
             if layer.pulls not in (0, self.engine.gradient_accumulation_steps()):
                 raise UserError(
                     f"method {self.method}: {layer.pulls} backward passes went through {name} in a step of "
-                    f"{self.engine.gradient_accumulation_steps()} micro-batches, each with a part of the method's "
-                    "pull: a weight that is used several times has to be excluded by mst.targets"
+                    f"{self.engine.gradient_accumulation_steps()} micro-batches, so the method's regularization would "
+                    "be applied too often: exclude a weight that is used several times with mst.targets.exclude"
                 )
             layer.pulls = 0
 
@@ -312,7 +314,7 @@ class WeightFunctions(Component):
         weights = sum(math.prod(shape) for shape in self.shapes.values())
         options = ", ".join(f"{key} {value}" for key, value in asdict(self.options).items())
         return (
-            f"{len(self.shapes)} matrices with {weights:,} weights are multiplied as functions of what is stored"
+            f"the layers of {len(self.shapes)} matrices with {weights:,} weights multiply by a function of them"
             f"{f' ({options})' if options else ''}: {METHODS[self.method].about}; {describe_phases(self.schedule)}"
         )
 
@@ -325,8 +327,8 @@ class WeightFunctions(Component):
         stated = None if state is None else (state["method"], state["options"])
         if stated != (self.method, asdict(self.options)):
             raise UserError(
-                f"the checkpoint is of {'another method' if state is None else f'method {stated}'}: it goes on only "
-                f"under its own; --init takes its weights into method {self.method}"
+                f"the checkpoint was trained with {'another method' if state is None else f'method {stated}'}, with "
+                f"which it must be continued; to use its weights with method {self.method}, start a new run with --init"
             )
         assert state is not None
         self.reseed = bool(state["reseed"])

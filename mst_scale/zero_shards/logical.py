@@ -50,7 +50,9 @@ def cut_of(parameter: Any) -> Cut:
         return Cut.whole(here)
     cut = _autotp_cut(told["conversion"])
     if math.prod(cut.local_matrix) != math.prod(here):
-        raise UserError(f"DeepSpeed says that {cut.local_matrix} of {cut.shape} is here, and it is {here}: {UNKNOWN}")
+        raise UserError(
+            f"DeepSpeed reports {cut.local_matrix} of {cut.shape} for a parameter of shape {here}: {UNKNOWN}"
+        )
     return cut
 
 
@@ -90,18 +92,20 @@ class Layout:
     def of(self, name: str, shape: tuple[int, ...]) -> tuple[str, Cut]:
         """Return the name and cut, in the logical model, of the tensor with this name and shape in the file."""
         if name not in self.table:
-            raise UserError(f"a checkpoint's layout does not tell of {name}: it was saved by another version")
+            raise UserError(f"the checkpoint's layout does not list {name}: it was saved by another version")
         entry = self.table[name]
         rows, columns = (tuple((int(a), int(b)) for a, b in entry[axis]) for axis in ("rows", "columns"))
         cut = Cut(tuple(entry["shape"]), rows, columns)
         if math.prod(cut.local_matrix) != math.prod(shape):
-            raise UserError(f"a checkpoint's {name} has shape {shape}, and its layout says {cut.local_matrix}")
+            raise UserError(f"{name} has shape {shape} in the checkpoint, but its layout states {cut.local_matrix}")
         return str(entry["name"]), cut
 
     def layer(self, name: str) -> tuple[int, str]:
         """Return the layer in whose file a pipeline stage's parameter is stored, and its name in that file."""
         if not self.table[name].get("layer"):
-            raise UserError(f"a checkpoint does not say in which layer's file {name} lies: it is of another version")
+            raise UserError(
+                f"the checkpoint does not say which layer's file contains {name}: it was saved by another version"
+            )
         number, own = self.table[name]["layer"]
         return int(number), str(own)
 
@@ -146,7 +150,7 @@ def layout_of_file(checkpoint: Path, state: Mapping[str, Any], several: bool) ->
     table = state.get(LAYOUT)
     if table is None and several:
         raise UserError(
-            f"{checkpoint} was saved with model parallelism and does not say how: save it again with this version"
+            f"{checkpoint} was saved with model parallelism but has no layout: save it again with this version"
         )
     return None if table is None else Layout(table)
 
@@ -163,7 +167,7 @@ def _autotp_cut(told: Mapping[str, Any]) -> Cut:
     if told["replicated"]:
         return Cut.whole(shape)
     if "affine_map" not in told:
-        raise UserError(f"DeepSpeed does not describe how it has cut a parameter of shape {shape}: {UNKNOWN}")
+        raise UserError(f"DeepSpeed does not describe how it split a parameter of shape {shape}: {UNKNOWN}")
     pieces = ParamAffineMap.from_dict(told["affine_map"]).pieces_by_rank
     if sum(piece.numel for mine in pieces.values() for piece in mine) != math.prod(shape):
         raise UserError(f"DeepSpeed keeps parts of a parameter of shape {shape} on several ranks: {UNKNOWN}")
@@ -204,7 +208,7 @@ def cut_from_pieces(shape: tuple[int, ...], pieces: Sequence[AffinePiece]) -> Cu
     for (a, b), (mine, where) in found.items():
         sorted_by_row = bool((np.diff(mine) > 0).all()) and np.array_equal(mine, lines)
         if b > columns or not sorted_by_row or not np.array_equal(where, np.arange(len(mine)) * width + offset):
-            raise UserError(f"what DeepSpeed keeps of a parameter of shape {shape} is not rows × columns: {UNKNOWN}")
+            raise UserError(f"DeepSpeed's part of a parameter of shape {shape} is not rows × columns: {UNKNOWN}")
         offset += b - a
     return Cut(shape, _ranges(lines), tuple(found))
 

@@ -94,8 +94,8 @@ class Muon:
         marked = matrices(engine)
         if not marked and any(group.get("use_muon") for group in self.optimizer.param_groups):
             raise UserError(
-                "a Muon of your own finds no parameter marked use_muon, and DeepSpeed orthogonalises no other: "
-                'leave the optimizer out, and let the config make it with "optimizer": {"type": "Muon"}'
+                "the Muon passed to initialize has no parameter marked use_muon, so DeepSpeed would orthogonalize "
+                'none: pass no optimizer, and select Muon in the config with "optimizer": {"type": "Muon"}'
             )
         self.shards = dense_store(engine, marked)
         self.group = self.shards.group

@@ -69,8 +69,8 @@ def explained(engine: Any, load: Callable[..., Any], args: Any, named: Any) -> I
 def _misfit(folder: Path, engine: Any) -> str | None:
     there, here = file_of(folder).is_file(), bool(indexes_of(engine.module))
     if there != here:
-        words = {True: "its active weights alone (mst.compute.compact)", False: "whole matrices"}
-        return f"{folder} stores {words[there]}, and here layers store {words[here].replace('its', 'their')}"
+        words = {True: "only active weights (mst.compute.compact)", False: "whole matrices"}
+        return f"{folder} stores {words[there]}, but this run's layers store {words[here]}"
     return misfit(folder, int(engine.zero_optimization_stage()), _ranks(engine))
 
 
@@ -84,7 +84,7 @@ def misfit(folder: Path, stage: int, ranks: int) -> str | None:
         return None
     names = {0: "without ZeRO (stage 0)", 1: f"by {saved_ranks} rank(s) at ZeRO stage 1 or 2"}
     saved = names.get(kind, f"by {saved_ranks} rank(s) at ZeRO stage 3")
-    return f"{folder} was saved {saved}, and here are {ranks} at stage {stage}"
+    return f"{folder} was saved {saved}, but this run has {ranks} at stage {stage}"
 
 
 def _folder(load_dir: Path, tag: Any) -> Path | None:

@@ -107,7 +107,9 @@ def load_checkpoint(engine: Any, checkpoint: Path, universal: bool = False) -> d
     finally:
         engine._config.load_universal_checkpoint = before
     if path is None:
-        raise UserError(f"{checkpoint} does not hold a checkpoint for this model, ZeRO stage and number of ranks")
+        raise UserError(
+            f"{checkpoint} has no checkpoint for this model, ZeRO stage and number of ranks: run mst reshape on it"
+        )
     return dict(state)
 
 
@@ -267,8 +269,8 @@ def _load_universal(engine: Any, folder: Path, buffers: dict[str, torch.Tensor])
     groups = common["param_groups"] if "param_groups" in common else common["optimizer_state_dict"]["param_groups"]
     if len(groups) != len(optimizer.param_groups):
         raise UserError(
-            f"{folder} has {len(groups)} parameter groups, this optimizer "
-            f"{len(optimizer.param_groups)}: give it the same groups"
+            f"{folder} has {len(groups)} parameter groups, but this optimizer has "
+            f"{len(optimizer.param_groups)}: use the same groups"
         )
     parameters = {name: p for name, p in named_parameters(engine.module) if p.requires_grad}
     _refuse_other_shapes(folder, {name: shape_of(p) for name, p in parameters.items()}, index[FP32].shapes)
@@ -304,4 +306,6 @@ def _refuse_other_shapes(folder: Path, here: dict[str, tuple[int, ...]], there: 
     for name, shape in here.items():
         flat = (math.prod(shape),)  # as DeepSpeed's own converter leaves what stage 3 has cut
         if there.get(name) not in (tuple(shape), flat):
-            raise UserError(f"{folder}: {name} has shape {there.get(name)} there and {tuple(shape)} in this model")
+            raise UserError(
+                f"{folder}: {name} has shape {there.get(name)} in the checkpoint, but {tuple(shape)} in this model"
+            )

@@ -57,9 +57,9 @@ def check_optimized(engine: Any, targets: dict[str, torch.nn.Parameter]) -> None
     left_out = [name for name, p in targets.items() if id(p) not in updated]
     if left_out:
         raise UserError(
-            f"{left_out[0]} is to become sparse and is in no parameter group of the optimizer ({len(left_out)} of "
-            f"{len(targets)} matrices are in none): give it to model_parameters or to the optimizer, freeze it with "
-            "requires_grad_(False), or name it in mst.targets.exclude"
+            f"{left_out[0]} cannot become sparse, because it is in no parameter group of the optimizer (like "
+            f"{len(left_out)} of {len(targets)} matrices): add it to model_parameters or to the optimizer, freeze it "
+            "with requires_grad_(False), or exclude it with mst.targets.exclude"
         )
 
 

