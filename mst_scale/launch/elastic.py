@@ -35,7 +35,7 @@ class Allowed:
     """The numbers that `--elastic` allows, in ascending order."""
 
     what: str
-    """What is counted: "ranks" or "nodes"."""
+    """The unit of the numbers: "ranks" or "nodes"."""
     least: int
     most: int
     numbers: tuple[int, ...]

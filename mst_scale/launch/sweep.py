@@ -1,4 +1,4 @@
-"""Train methods × seeds: the runs of a comparison, one after the other or as jobs, and a table of them.
+"""Train every combination of methods and seeds, one after the other or as jobs, and print a table of the runs.
 
   mst launch sweep [options] CONFIG [arguments of mst_scale.pretrain]
   mst launch sweep --methods dense,tiny,static,rigl,mst gpt2_small
@@ -9,7 +9,7 @@
   --seeds 1,2,…     default: 1,2,3,4 (the paper's four)
   --out DIR         the runs go to DIR/METHOD-SEED (default: runs/sweep)
   --with LAUNCHER   local (default), hostfile, mpi, or slurm, which submits a job for each run
-  --with-option W   one more word for that launcher, repeatable
+  --with-option W   an additional argument for that launcher, repeatable
   --table           only print the table of the runs that exist
   --dry-run         show what would run
 
