@@ -67,7 +67,7 @@ def add(subparsers: Any) -> None:
     verb.add_argument(
         "--by-phase",
         action="store_true",
-        help="instead, for each phase the fewest GPUs that hold it, and the number with the fewest GPU-hours",
+        help="for each phase: the fewest GPUs with enough memory, and the number with the fewest GPU-hours",
     )
     verb.add_argument(
         "--goal",

@@ -75,17 +75,18 @@ class MSTConfig:
     )
     like: str | None = Field(
         default=None,
-        description="`dense-short`: the config or run folder whose FLOPs it spends on dense steps (`--match-flops`).",
+        description="`dense-short`: the config or run folder whose FLOPs determine the number of dense steps "
+        "(`--match-flops`).",
     )
     masks: str | None = Field(
         default=None,
-        description='`fixed`: the masks that it keeps, `"zeros"` (those of the weights, the default) or a '
-        "file written by `mst masks` or a notebook.",
+        description='`fixed`: the masks to keep: `"zeros"` (the zeros of the weights, the default), or a file '
+        "written by `mst masks` or a notebook.",
     )
     grow_from: str | None = Field(
         default=None,
-        description="`expand`, `ligo`, `stack`: folder of the smaller run, or of one of its checkpoints, whose grown "
-        "weights this run starts with (`--from`).",
+        description="`expand`, `ligo`, `stack`: folder of the smaller run, or of one of its checkpoints, from whose "
+        "weights the run is grown (`--from`).",
     )
     options: Any = Field(default_factory=NoOptions, description="Keys of the method itself ([methods.md](methods.md)).")
     seed: StrictInt | None = Field(
@@ -98,8 +99,8 @@ class MSTConfig:
     compute: ComputeConfig = Field(default_factory=ComputeConfig, description="Kernels of sparse layers.")
     allow_untested: list[str] = Field(
         default_factory=list,
-        description='Keys of DeepSpeed (`"zero_optimization.new_key"`) that [compatibility.md](compatibility.md) calls '
-        "untested or does not name, to be accepted at your own risk with a warning.",
+        description='DeepSpeed keys (such as `"zero_optimization.new_key"`) to accept with a warning although '
+        "[compatibility.md](compatibility.md) calls them untested or does not list them.",
         json_schema_extra=NO_EFFECT,
     )
 
@@ -111,8 +112,7 @@ class MSTConfig:
             )
         if (self.method == "fixed") != (self.masks is not None):
             raise UserError(
-                'mst.masks names the masks that method fixed keeps, "zeros" or a file: leave it out with '
-                f"{self.method}, or choose method fixed"
+                f"mst.masks is only for method fixed: leave it out with method {self.method}, or choose method fixed"
             )
         if self.method == "fixed" and self.topology.granularity != "element":
             raise UserError(

@@ -76,7 +76,7 @@ def split_config(words: Sequence[str]) -> tuple[str, list[str]]:
     Everything else that may be wrong with it is reported by pretrain; this is checked before a node is asked for.
     """
     if not words or not words[0]:
-        raise UserError("which config? a file, or the name of a ready one, such as demo; see --help")
+        raise UserError("no config was given: pass a file, or the name of a ready-made config such as demo; see --help")
     if not os.path.isfile(words[0]) and words[0] not in ready.configs():
         raise UserError(ready.describe_missing(words[0]))
     return words[0], list(words[1:])

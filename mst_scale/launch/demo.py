@@ -41,7 +41,7 @@ def show(run: Path) -> None:
         print(f"mst_scale: no text is shown: {error}", file=sys.stderr)
         return
     width = max(map(len, texts))
-    print(f"\nwhat the models write after {PROMPT.strip()!r} (more: mst generate {run} --prompt TEXT):")
+    print(f"\ntext that the models generate after {PROMPT.strip()!r} (more: mst generate {run} --prompt TEXT):")
     for name, lines in texts.items():
         for number, line in enumerate(lines):
             print(f"  {'' if number else name:{width}}  {line}")

@@ -35,7 +35,7 @@ class Allowed:
     """The numbers that `--elastic` allows, in ascending order."""
 
     what: str
-    """What is counted: "ranks" or "nodes"."""
+    """The unit of the numbers: "ranks" or "nodes"."""
     least: int
     most: int
     numbers: tuple[int, ...]
@@ -130,8 +130,8 @@ class Places:
         number = self.allowed.largest(available)
         if number is None:
             raise UserError(
-                f"{FLAG} {self.allowed.least}:{self.allowed.most}: there are places for {available} ranks here, and "
-                f"at least {self.allowed.numbers[0]} are needed"
+                f"{FLAG} {self.allowed.least}:{self.allowed.most}: only {available} ranks can run here, but at "
+                f"least {self.allowed.numbers[0]} are needed"
             )
         if number < min(available, self.allowed.most):
             self._say_once(
@@ -173,18 +173,18 @@ class Places:
         except FileNotFoundError:
             return None
         except OSError as error:
-            self._say_once(f"{self.file} cannot be read ({error}), so the number of ranks stays")
+            self._say_once(f"{self.file} cannot be read ({error}), so the number of ranks does not change")
             return before
         if not text:
             return before  # it is being written
         if not re.fullmatch("[0-9]{1,9}", text):
-            self._say_once(f"{self.file} holds {text[:40]!r} and not a number of ranks, so their number stays")
+            self._say_once(f"{self.file} contains {text[:40]!r} instead of a number of ranks, which is ignored")
             return before
         number = int(text)
         if not self.allowed.least <= number <= self.allowed.most:
             self._say_once(
-                f"{self.file} asks for {number} ranks, and {FLAG} allows {self.allowed.least} to {self.allowed.most}: "
-                "the nearest is taken"
+                f"{self.file} asks for {number} ranks, but {FLAG} allows {self.allowed.least} to {self.allowed.most}: "
+                "the nearest number is used"
             )
         return min(max(number, self.allowed.least), self.allowed.most)
 

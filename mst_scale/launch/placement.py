@@ -47,8 +47,8 @@ def check_groups(
     for node, count in processes.items():
         if count % tensor:
             raise UserError(
-                f"{stated}: the {count} processes of {node} are not whole groups, and one would leave its node: "
-                f"start a multiple of {tensor} on each, or --set {KEYS['tensor']}={math.gcd(count, tensor)}"
+                f"{stated}: the {count} processes of {node} cannot be divided into groups of {tensor}, which must not "
+                f"span nodes: start a multiple of it on each node, or --set {KEYS['tensor']}={math.gcd(count, tensor)}"
             )
 
 

@@ -6,23 +6,23 @@
 
   CONFIG              a file, or a ready config by name
   --nodes N           number of nodes (default 1)
-  --nodes-by-phase P  another number of nodes for each phase: warmup=4,ultra=1,restore=4,dense=4 submits one job for
-                      each change, which waits for the one before and continues its run on its own nodes
-  --elastic MIN:MAX   between MIN and MAX nodes, as many as are free at the start of each job; a job that loses nodes
-                      continues on the others while at least MIN are left. The global batch, the order of the data and
-                      the schedule stay the same
+  --nodes-by-phase P  a number of nodes for each phase: warmup=4,ultra=1,restore=4,dense=4 submits one job for each
+                      change, which waits for the previous job and continues the run on its own nodes
+  --elastic MIN:MAX   use between MIN and MAX nodes, as many as are free when a job starts; a job that loses nodes
+                      continues on the others while at least MIN are left. The global batch, the data order and the
+                      schedule stay the same
   --gpus-per-node N   GPUs, and ranks, per node (default 8); 0 runs on the CPU, see --ranks-per-node
-  --ranks-per-node N  ranks per node, if not one for each GPU
+  --ranks-per-node N  ranks per node (default: one for each GPU)
   --cpus-per-rank N   cores per rank (default: your cluster's)
   --time T            time limit of one job, in Slurm's format (default: your cluster's); the run may take many jobs
   --partition P, --account A, --job-name NAME
   --log FILE          output of the job (default: slurm-JOB.out in this folder)
-  --grace S           seconds between the warning and the end of a job, enough for one save (default 300)
+  --grace S           seconds between Slurm's warning and the end of a job; must be enough for one save (default 300)
   --starter NAME      srun: one task for each rank (default); deepspeed: DeepSpeed's launcher on each node
   --restarts N        maximum number of restarts within a job after a failure (default 3)
   --requeues N        maximum number of requeues after that, on other nodes (default 5); preemption does not count
   --doctor            first check the nodes (mst doctor, on all ranks); a problem ends the job, which is not requeued
-  --sbatch OPTION     one more word for sbatch, repeatable: --sbatch --qos=long
+  --sbatch OPTION     an additional argument for sbatch, repeatable: --sbatch --qos=long
   --dry-run           show what would be submitted, and what the job would start
 
 The same command continues a run that has ended. launchers/cluster.sh sets the environment. To save now and continue in
@@ -67,7 +67,7 @@ def main(words: list[str]) -> int:
     ranks, cpus = options.ranks_per_node, options.cpus_per_rank
     ranks = options.gpus_per_node if ranks is None else ranks
     if ranks == 0:
-        raise UserError("how many ranks on each node? --ranks-per-node N")
+        raise UserError("the number of ranks per node is missing: give --ranks-per-node N")
     check_groups(config, [("each node", ranks)], arguments)
     nodes, numbers = str(options.nodes or 1), None
     if options.elastic is not None:
@@ -109,7 +109,7 @@ def main(words: list[str]) -> int:
     else:
         shares = [phases.Share((), options.nodes or 1, None)]
     if not options.dry_run and shutil.which("sbatch") is None:
-        raise UserError("there is no sbatch here: log in where jobs are submitted, or use mst launch hostfile")
+        raise UserError("sbatch was not found: run this on the cluster's login node, or use mst launch hostfile")
     before = None
     for share in shares:
         stop = [] if share.stop_at is None else ["--stop-at", str(share.stop_at)]

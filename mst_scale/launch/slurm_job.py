@@ -194,7 +194,7 @@ class ElasticSteps:
             nodes = _answering(nodes)
         number = self.numbers.largest(len(nodes))
         if number is None:
-            _say(f"{len(nodes)} nodes are left, and {FLAG} needs at least {self.numbers.numbers[0]}")
+            _say(f"{len(nodes)} nodes are left, but {FLAG} needs at least {self.numbers.numbers[0]}")
             return None
         said = f"the run uses {number} of {len(nodes)} nodes"
         if number < len(nodes):
@@ -233,7 +233,7 @@ def main(words: list[str]) -> int:
     if doctor:
         code = job.run(step, doctor[0], PORT_OF_DOCTOR)
         if code == 1 and not supervisor.asked_to_stop():  # any other code is no report, but a rank that was killed
-            _say(f"what the doctor has found ends this job before its run ({job.node_list})")
+            _say(f"mst doctor found problems, so this job ends before its run starts ({job.node_list})")
             return 1
     if code == 0 and not supervisor.asked_to_stop():
         code = keep_running(supervisor, start, config, arguments, int(restarts))
@@ -241,7 +241,7 @@ def main(words: list[str]) -> int:
     if stopping and supervisor.stopping != signal.SIGUSR1:  # this process itself was asked to stop
         _say("the job was asked to stop for good; the same command continues its run")
     elif code != 2 and (stopping or (code == 0 and job.ranks_stopped)):
-        _say("the job was asked to stop; its run goes on in the next job")
+        _say("the job was asked to stop; its run continues in the next job")
         job.requeue(scratch)
     elif code not in (0, 2, 3) and job.failures < int(requeues):
         _say(f"the run failed on these nodes ({job.node_list}); it is queued again")

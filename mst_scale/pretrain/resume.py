@@ -205,8 +205,8 @@ def _other_storage(source: Path, compact: bool) -> str | None:
 
     if file_of(source).is_file() == compact:
         return None
-    there, here = ("whole matrices", "active weights alone")[:: 1 if compact else -1]
-    return f"{source} stores {there}, and here layers store {here}"
+    there, here = ("whole matrices", "only active weights")[:: 1 if compact else -1]
+    return f"{source} stores {there}, but this run's layers store {here}"
 
 
 def _make_copy(source: Path, mismatch: str) -> float:

@@ -124,7 +124,11 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     add("--eval-data", metavar="DIR", help="the tasks' files (default: from the hub)")
     add("--set", action="append", default=[], metavar="K=V", help="override any key, repeatable")
     add("--health", type=Path, metavar="FILE", help="keep the state of the run in FILE: JSON, or Prometheus if .prom")
-    add("--on-event", metavar="CMD", help="start CMD for each event (start, end, spike, …) with its JSON as last word")
+    add(
+        "--on-event",
+        metavar="CMD",
+        help="start CMD for each event (start, end, spike, …), with its JSON as last argument",
+    )
     add("--stop-at", type=int, metavar="N", help="save and stop after step N; the same run continues from there")
     add(
         "--elastic", action="store_true",

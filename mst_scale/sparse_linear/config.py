@@ -13,12 +13,12 @@ class ComputeConfig:
 
     backend: Literal["auto", "dense", "cpu", "block"] = Field(
         default="auto",
-        description="`dense` multiplies zeros and saves FLOPs on paper only, `cpu` skips single weights, `block` "
-        "(CUDA) skips blocks, `auto` is what was measured to be faster here ([benchmarks.md](benchmarks.md)).",
+        description="`dense` multiplies by zeros and saves no time, `cpu` skips single weights, `block` (CUDA) skips "
+        "blocks, and `auto` uses what was measured to be faster on this machine ([benchmarks.md](benchmarks.md)).",
     )
     compact: Literal["auto", "off"] = Field(
         default="off",
-        description="`auto` trains long phases of one sparsity as their active weights alone: optimizer states, "
-        "gradients and traffic shrink with the density ([compact.md](compact.md)). Where that is not possible, one log "
+        description="`auto` stores only the active weights in long phases of constant sparsity: optimizer states, "
+        "gradients and traffic shrink with the density ([compact.md](compact.md)). If that is not possible, one log "
         "line says why. `off` keeps inactive weights as zeros.",
     )

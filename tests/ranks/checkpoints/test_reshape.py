@@ -320,8 +320,8 @@ def saves_other(rank, world, stage, kind, folder):
 @pytest.mark.parametrize(
     ("stage", "kind", "message"),
     [
-        (0, "sgd", "knows the optimizer states of Adam and its like"),
-        (1, "sgd", "knows the optimizer states of Adam and its like"),
+        (0, "sgd", "optimizer states of Adam"),
+        (1, "sgd", "optimizer states of Adam"),
         (0, "frozen", "norm.bias, which is not trained"),
         (1, "frozen", "norm.bias, which is not trained"),
         (2, "frozen", "norm.bias, which is not trained"),
