@@ -155,7 +155,7 @@ def _report(experiment: Experiment, run: Forecast, args: argparse.Namespace) -> 
 
 def _grown(experiment: Experiment, sequences: int) -> dict[str, Any] | None:
     """Return the cost of a grown model before its first step; without figures if no smaller run is given."""
-    from mst_scale.config.growth import check_growth
+    from mst_scale.config.check import check_growth
     from mst_scale.flops.budgets import before
 
     mst = experiment.mst

@@ -13,7 +13,7 @@ from matplotlib.ticker import FixedLocator, LogLocator, NullLocator
 
 from mst_scale.dead_units import KINDS
 from mst_scale.report.comparison import shade_phases
-from mst_scale.report.names import block_of, by_kind, short_name
+from mst_scale.report.groups import block_of, by_kind, short_name
 from mst_scale.report.reader import Run, planned_sparsity
 from mst_scale.report.style import (
     HEIGHT,

@@ -10,8 +10,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, MaxNLocator, NullLocator
 
-from mst_scale.report.groups import Group
-from mst_scale.report.names import block_of, by_kind, short_name
+from mst_scale.report.groups import Group, block_of, by_kind, short_name
 from mst_scale.report.reader import Run
 from mst_scale.report.style import (
     PHASES,
