@@ -10,7 +10,7 @@ parallel      tensor, sequence and pipeline parallelism of a config
 changes       keys that change the result, and the differences of a resumed run
 renamed       keys and values of version 0.1
 support       whether sparse training is exact with a key of DeepSpeed
-schema        writes the JSON schema; pages: writes the tables of the docs
+schema        writes the JSON schema
 """
 
 from mst_scale.config.blocks import (

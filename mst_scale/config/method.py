@@ -13,8 +13,7 @@ from typing import Any
 
 from mst_scale.errors import UserError
 from mst_scale.hybrid_sparse_attention.config import AttentionConfig
-from mst_scale.hybrid_sparse_attention.pattern import Pattern
-from mst_scale.hybrid_sparse_attention.schedule import AttentionSchedule, strides_per_phase
+from mst_scale.hybrid_sparse_attention.pattern import AttentionSchedule, Pattern, strides_per_phase
 from mst_scale.methods import METHODS, Growth, NoOptions, WeightFunction
 from mst_scale.mixed_growing.config import TopologyConfig
 from mst_scale.sparse_linear.config import ComputeConfig

@@ -11,9 +11,12 @@ import pytest
 
 from mst_scale.config import RECIPES, load, to_dict
 from mst_scale.config.load import BLOCKS
-from mst_scale.config.pages import defaults
 from mst_scale.config.presets import ready_configs
 from mst_scale.errors import UserError
+
+sys.path.append(str(Path(__file__).parents[3] / "docs"))
+
+from config_tables import defaults
 
 FOLDER = Path(__file__).parents[3] / "ds_configs"
 SHIPPED = json.loads((FOLDER / "mst.schema.json").read_text())
