@@ -10,32 +10,12 @@ import os
 from pathlib import Path
 
 from mst_scale.config.blocks import Experiment, ModelConfig
-from mst_scale.config.deepspeed import (
-    BATCH_KEYS,
-    batch_shape,
-    global_batch,
-    largest_micro,
-    peak_learning_rate,
-    stage_of,
-)
+from mst_scale.config.deepspeed import peak_learning_rate, stage_of
 from mst_scale.config.load import read_of_run
 from mst_scale.config.parallel import check_parallel
 from mst_scale.config.support import check_supported
 from mst_scale.errors import UserError, format_value
 from mst_scale.validation import parse
-
-__all__ = [
-    "BATCH_KEYS",
-    "OPTION",
-    "batch_shape",
-    "check",
-    "check_growth",
-    "folder_of",
-    "global_batch",
-    "largest_micro",
-    "peak_learning_rate",
-    "smaller_model",
-]
 
 # Numbers for which Hugging Face's Trainer replaces "auto"; pretrain does not.
 _NEEDED = ("weight_decay", "eps", "betas", "muon_lr", "adam_lr")

@@ -15,9 +15,9 @@ from itertools import groupby
 from typing import Any
 
 from mst_scale.config import Experiment
-from mst_scale.config.check import BATCH_KEYS
 from mst_scale.config.compact import stretches as compact_stretches
 from mst_scale.config.compact import why_method_not_compact
+from mst_scale.config.deepspeed import BATCH_KEYS
 from mst_scale.config.parallel import sizes_of
 from mst_scale.errors import UserError
 from mst_scale.flops.ledger import Stretch, stretches

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
 from mst_scale.report.reader import Run
-from mst_scale.run_logging.snapshots import kind_of
 
 SEEDS = ("training.seed", "mst.seed")
 NOT_TRAINING = ("tensorboard.", "csv_monitor.", "wandb.", "comet.", "steps_per_print", "training.keep_checkpoints")
@@ -79,14 +77,6 @@ def _names(groups: list[list[Run]]) -> list[str]:
 
 
 # --- names of matrices ---
-
-
-def by_kind(names: Iterable[str]) -> dict[str, list[str]]:
-    """Group names of the same matrix in different blocks."""
-    kinds: dict[str, list[str]] = {}
-    for name in names:
-        kinds.setdefault(kind_of(name), []).append(name)
-    return kinds
 
 
 def short_name(name: str) -> str:

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from mst_scale.config import load
-from mst_scale.config.check import batch_shape, check
+from mst_scale.config.check import check
+from mst_scale.config.deepspeed import batch_shape
 from mst_scale.config.parallel import sizes_of
 from mst_scale.config.presets import ready_configs
 from mst_scale.flops.ledger import forecast, uncounted_flops
