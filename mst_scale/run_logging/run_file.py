@@ -125,10 +125,14 @@ def device() -> str:
 
     if torch.cuda.is_available():
         return torch.cuda.get_device_name()
+    return f"{processor()}, {os.cpu_count()} cores"
+
+
+def processor() -> str:
+    """Return the name of the processor."""
     cpuinfo = Path("/proc/cpuinfo")
     lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
-    name = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())
-    return f"{name}, {os.cpu_count()} cores"
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())
 
 
 def git_state(root: Path) -> dict[str, Any] | None:
