@@ -408,6 +408,7 @@ def train(args: argparse.Namespace, experiment: Experiment, out: Path, ranks: Ra
         run.end_corrupted(error)
     finally:
         run.saves.close()
+        run.record.finish_monitors()
     if run.run_file is not None:
         run.record_end(FINISHED)
         more = uncounted_flops(run.experiment, run.step * run.batch)
