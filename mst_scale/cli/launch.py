@@ -6,7 +6,7 @@ import argparse
 from typing import Any
 
 from mst_scale.cli import add_command
-from mst_scale.config import ready
+from mst_scale.config.presets import ready_configs
 
 TEXT = """\
 Pretrain, and restart the run after failures from its latest complete checkpoint. A run that receives a signal to stop
@@ -39,7 +39,7 @@ LAUNCHERS = ("local", "slurm", "mpi", "hostfile", "sweep")
 
 def add(subparsers: Any) -> None:
     """Add the command to the parser."""
-    text = TEXT.format(names=", ".join(ready.configs()))
+    text = TEXT.format(names=", ".join(ready_configs()))
     command = add_command(subparsers, "launch", run, "start a run on this machine or a cluster", text)
     command.add_argument("how", choices=LAUNCHERS, metavar="HOW", help=", ".join(LAUNCHERS))
     command.add_argument("options", nargs=argparse.REMAINDER, metavar="…", help="options of that launcher, and CONFIG")

@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal
 from mst_scale.config.deepspeed import global_batch
 from mst_scale.config.method import MSTConfig
 from mst_scale.errors import UserError
-from mst_scale.hybrid_sparse_attention.schedule import AttentionSchedule
+from mst_scale.hybrid_sparse_attention.pattern import AttentionSchedule
 from mst_scale.sparsity_variation import Schedule
 from mst_scale.validation import (
     MAX_SEED,

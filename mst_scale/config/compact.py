@@ -19,8 +19,8 @@ from typing import Any
 
 from mst_scale.comm import ParallelDims
 from mst_scale.config.blocks import Experiment
+from mst_scale.config.deepspeed import precision_of
 from mst_scale.config.parallel import sizes_of
-from mst_scale.config.support import precision_of
 
 ADAM = ("adam", "adamw")
 LEAST_STEPS, LEAST_SHARE = 50, 0.05  # of a stretch: starting again takes as long as tens of steps

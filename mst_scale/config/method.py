@@ -1,4 +1,4 @@
-"""Defines the block `mst`, which combines the blocks of the three parts of the method, and derives the schedules.
+"""Defines the block `mst`, with the blocks of the three parts of the method in it, and derives the schedules.
 
 Importing this file does not import torch, so that commands such as `mst plan` start quickly.
 """
@@ -9,15 +9,13 @@ import difflib
 from collections.abc import Collection
 from fnmatch import fnmatchcase
 from functools import cached_property
-from typing import Any
+from typing import Any, Literal
 
 from mst_scale.errors import UserError
 from mst_scale.hybrid_sparse_attention.config import AttentionConfig
-from mst_scale.hybrid_sparse_attention.pattern import Pattern
-from mst_scale.hybrid_sparse_attention.schedule import AttentionSchedule, strides_per_phase
+from mst_scale.hybrid_sparse_attention.pattern import AttentionSchedule, Pattern, strides_per_phase
 from mst_scale.methods import METHODS, Growth, NoOptions, WeightFunction
 from mst_scale.mixed_growing.config import TopologyConfig
-from mst_scale.sparse_linear.config import ComputeConfig
 from mst_scale.sparsity_variation import Schedule, SparsityConfig
 from mst_scale.validation import MAX_SEED, NO_EFFECT, Field, StrictBool, StrictInt, block
 
@@ -62,6 +60,23 @@ class TargetsConfig:
         if not chosen:
             raise UserError("mst.targets: every parameter that could be sparse is excluded; use method dense instead")
         return chosen
+
+
+@block("mst.compute")
+class ComputeConfig:
+    """How linear layers are computed while they are sparse."""
+
+    backend: Literal["auto", "dense", "cpu", "block"] = Field(
+        default="auto",
+        description="`dense` multiplies by zeros and saves no time, `cpu` skips single weights, `block` (CUDA) skips "
+        "blocks, and `auto` uses what was measured to be faster on this machine ([benchmarks.md](benchmarks.md)).",
+    )
+    compact: Literal["auto", "off"] = Field(
+        default="off",
+        description="`auto` stores only the active weights in long phases of constant sparsity: optimizer states, "
+        "gradients and traffic shrink with the density ([compact.md](compact.md)). If that is not possible, one log "
+        "line says why. `off` keeps inactive weights as zeros.",
+    )
 
 
 @block("mst")

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import re
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -19,12 +18,11 @@ from mst_scale.config import Experiment
 from mst_scale.config.parallel import sizes_of
 from mst_scale.errors import UserError
 from mst_scale.launch.restarts import healthy_seconds
-from mst_scale.launch.supervisor import Supervisor
+from mst_scale.launch.supervisor import Reports, Supervisor, say
 from mst_scale.pretrain.elastic import batch_of, can_train, check_elastic
 from mst_scale.pretrain.start import output_folder, parse_arguments, read_experiment
 
 FLAG = "--elastic"  # of mst_scale.pretrain too
-FAILED = "MST_FAILED"  # the variable with the file into which ranks write who has failed
 RESIZED = "MST_RESIZED"  # the variable that counts the changes of the number of ranks
 NOT_A_CHANGE = (2, 3, 126, 127)  # exit codes of starts that would end like this on any number of ranks
 TWICE = 2  # failures of one rank in a row after which its place is left out
@@ -194,32 +192,6 @@ class Places:
             say(message)
 
 
-class Reports:
-    """The files in which the ranks of a start report what their exit code does not tell."""
-
-    def __init__(self, folder: Path) -> None:
-        self._stopped, self._failed = folder / "stopped", folder / "failed"
-        os.environ.update({"MST_STOPPED": str(self._stopped), FAILED: str(self._failed)})
-
-    def clear(self) -> None:
-        """Forget the reports of the start before."""
-        for file in (self._stopped, self._failed):
-            file.unlink(missing_ok=True)
-
-    @property
-    def stopped(self) -> bool:
-        """Whether the run has saved because it was asked to stop, and is not finished."""
-        return self._stopped.exists()
-
-    @property
-    def failed(self) -> list[int]:
-        """The ranks that have failed by themselves, or were lost."""
-        try:
-            return [int(word) for word in self._failed.read_text().split() if word.isdecimal()]
-        except OSError:
-            return []
-
-
 def elastic_places(
     text: str, config: str, arguments: Sequence[str], file: str | None, gpus: Callable[[], list[str]]
 ) -> Places:
@@ -257,17 +229,12 @@ def keep_changing(supervisor: Supervisor, places: Places, start: Callable[[list[
             reports.clear()
             taken, began = places.take(), time.monotonic()
             code = start(taken)
-            if code == 0 and not reports.stopped:
+            if code == 0 and "stopped" not in reports:
                 return code
             if not places.changing or code in NOT_A_CHANGE or supervisor.asked_to_stop():
                 break
             # whatever the code: ranks that were still starting have ended without a save
             os.environ[RESIZED] = str(int(os.environ.get(RESIZED) or 0) + 1)
         if code not in (0, *NOT_A_CHANGE):
-            places.failed(reports.failed, taken, soon=time.monotonic() - began < healthy_seconds())
+            places.failed(reports.failed_ranks(), taken, soon=time.monotonic() - began < healthy_seconds())
         return code
-
-
-def say(message: str) -> None:
-    """Print a line for the user."""
-    print(f"mst_scale: {message}", file=sys.stderr, flush=True)

@@ -30,9 +30,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from mst_scale.errors import UserError
-from mst_scale.launch.command_line import quoted, read_options, split_config
+from mst_scale.launch.command_line import check_groups, quoted, read_options, split_config
 from mst_scale.launch.environment import SCRIPTS, carried_variables, load_cluster_settings
-from mst_scale.launch.placement import check_groups
 from mst_scale.launch.restarts import RESTARTS, keep_running
 from mst_scale.launch.supervisor import Supervisor, spawn
 

@@ -25,13 +25,12 @@ from __future__ import annotations
 
 import functools
 import os
-import sys
 from argparse import Namespace
 from collections.abc import Callable
 
 from mst_scale.comm import free_port
 from mst_scale.errors import UserError
-from mst_scale.launch.command_line import quoted, read_options, split_config
+from mst_scale.launch.command_line import check_groups, quoted, read_options, split_config
 from mst_scale.launch.elastic import FLAG, elastic_places, keep_changing
 from mst_scale.launch.environment import (
     default_processes,
@@ -41,9 +40,8 @@ from mst_scale.launch.environment import (
     use_cpu_without_gpus,
 )
 from mst_scale.launch.node import ranks_of_node
-from mst_scale.launch.placement import check_groups
 from mst_scale.launch.restarts import RESTARTS, keep_running
-from mst_scale.launch.supervisor import Supervisor, ask_ranks
+from mst_scale.launch.supervisor import Supervisor, ask_ranks, say
 
 
 def main(words: list[str]) -> int:
@@ -129,7 +127,7 @@ def _start(supervisor: Supervisor, command: Callable[[], list[str]], leave: Call
     try:
         words = command()
     except OSError as error:  # no port is free now
-        print(f"mst_scale: {error}", file=sys.stderr)
+        say(str(error))
         return 1
     # a Ctrl-C must not reach DeepSpeed's launcher, which would end its ranks after 30 s
     return supervisor.run(words, own_session=True, leave=leave)

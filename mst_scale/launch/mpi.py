@@ -24,7 +24,7 @@ import sys
 from pathlib import Path
 
 from mst_scale.errors import UserError
-from mst_scale.launch.command_line import quoted, read_options, split_config
+from mst_scale.launch.command_line import check_groups, quoted, read_options, split_config
 from mst_scale.launch.environment import (
     carried_variables,
     default_processes,
@@ -33,7 +33,6 @@ from mst_scale.launch.environment import (
     shown_variables,
     use_cpu_without_gpus,
 )
-from mst_scale.launch.placement import check_groups
 from mst_scale.launch.restarts import RESTARTS, keep_running
 from mst_scale.launch.supervisor import Supervisor, forward, output_of
 

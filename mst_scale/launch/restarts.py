@@ -9,11 +9,10 @@ from __future__ import annotations
 
 import os
 import secrets
-import sys
 import time
 from collections.abc import Callable, Sequence
 
-from mst_scale.launch.supervisor import Supervisor
+from mst_scale.launch.supervisor import Supervisor, say
 from mst_scale.pretrain.outcome import outcome
 
 RESTARTS = 3  # by default
@@ -49,22 +48,22 @@ def keep_running(
         os.environ.update(MST_RESTART=str(attempt), MST_START=f"{os.getpid()}-{secrets.token_hex(4)}")
         code = start()
         if code == 0 and outcome(code, argv) != "done":
-            _say("the ranks have ended, but run.json does not say that the run is finished")
+            say("the ranks have ended, but run.json does not say that the run is finished")
             code = 1
         elif code == 3 and outcome(code, argv) == "stop":
-            _say("the run diverged at the same step as before, so it is not restarted")
+            say("the run diverged at the same step as before, so it is not restarted")
             return code
         if code in NOT_RESTARTED or supervisor.asked_to_stop():
             return code
         if time.monotonic() - began >= healthy:
             attempt = 0
         if attempt >= restarts:
-            _say(f"the run ended with exit code {code} again, after {restarts} restarts")
+            say(f"the run ended with exit code {code} again, after {restarts} restarts")
             return code
         seconds = min(pause * 2**attempt, LONGEST_PAUSE)
         attempt += 1
         where = "a verified checkpoint" if code == CORRUPTED else "its latest complete checkpoint"
-        _say(f"the run ended with exit code {code}; restarting from {where} in {seconds:g} s ({attempt} of {restarts})")
+        say(f"the run ended with exit code {code}; restarting from {where} in {seconds:g} s ({attempt} of {restarts})")
         supervisor.pause(seconds)
         if supervisor.asked_to_stop():
             return code
@@ -73,7 +72,3 @@ def keep_running(
 def healthy_seconds() -> float:
     """Return the duration of a start after which its failure is considered unrelated to the previous one."""
     return float(os.environ.get("MST_HEALTHY") or 3600)
-
-
-def _say(message: str) -> None:
-    print(f"mst_scale: {message}", file=sys.stderr, flush=True)

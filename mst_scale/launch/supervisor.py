@@ -1,4 +1,4 @@
-"""Runs the ranks of a start and forwards signals to them, so that they save and end.
+"""Runs the ranks of a start and forwards signals to them, so that they save and end, and reads what they report.
 
 SIGTERM, SIGINT, SIGHUP and SIGUSR1 are forwarded; after a second SIGINT (Ctrl-C), the launcher does not wait any
 longer. All of these signals are blocked and received one by one while this process waits, so none is lost, and none
@@ -14,6 +14,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 
 import psutil
 
@@ -85,7 +86,7 @@ class Supervisor:
                 child = spawn(command, environment, own_session, ignored)
                 self._children[child.pid] = child
         except OSError as error:
-            print(f"mst_scale: {command[0]} cannot be started: {error.strerror}", file=sys.stderr)
+            say(f"{command[0]} cannot be started: {error.strerror}")
             worst = 127 if isinstance(error, FileNotFoundError) else 126
         while self._children:
             now = time.monotonic()
@@ -205,3 +206,37 @@ def forward(one: signal.Signals) -> Ask:
         send(pids, one)
 
     return ask
+
+
+class Reports:
+    """The files in which the ranks of a start report what their exit code does not tell.
+
+    Both a saved and a finished run end with code 0, a preemption with a grace time reaches the ranks alone, and srun's
+    exit code is the highest of all, which may be that of a task that it ended (143).
+    """
+
+    NAMES = ("stopped", "refused", "diverged", "corrupted", "failed")
+
+    def __init__(self, folder: Path) -> None:
+        self.files = {name: folder / name for name in self.NAMES}
+        os.environ.update({f"MST_{name.upper()}": str(file) for name, file in self.files.items()})
+
+    def __contains__(self, name: str) -> bool:
+        return self.files[name].exists()
+
+    def clear(self) -> None:
+        """Forget the reports of the start before."""
+        for file in self.files.values():
+            file.unlink(missing_ok=True)
+
+    def failed_ranks(self) -> list[int]:
+        """Return the ranks that have failed by themselves, or were lost."""
+        try:
+            return [int(word) for word in self.files["failed"].read_text().split() if word.isdecimal()]
+        except OSError:
+            return []
+
+
+def say(message: str) -> None:
+    """Print a line for the user."""
+    print(f"mst_scale: {message}", file=sys.stderr, flush=True)

@@ -30,7 +30,7 @@ from typing import Any
 
 from mst_scale.errors import UserError
 from mst_scale.launch.command_line import read_options, split_config
-from mst_scale.launch.supervisor import Supervisor, forward
+from mst_scale.launch.supervisor import Supervisor, forward, say
 from mst_scale.run_logging import run_file
 from mst_scale.run_logging.run_file import FINISHED
 
@@ -82,7 +82,7 @@ def main(words: list[str]) -> int:
         print("the sweep was asked to stop: the same command continues")
     _print_table(out, methods, seeds)
     if failures:
-        print(f"mst_scale: {failures} runs failed: the same command tries them again", file=sys.stderr)
+        say(f"{failures} runs failed: the same command tries them again")
     return int(failures > 0)
 
 

@@ -20,7 +20,7 @@ from mst_scale.comm import ParallelDims, Ranks, logger
 from mst_scale.comm.start_again import COUNT
 from mst_scale.config import Experiment, read_saved, to_dict
 from mst_scale.config.changes import result_keys
-from mst_scale.config.check import BATCH_KEYS, batch_shape, largest_micro
+from mst_scale.config.deepspeed import BATCH_KEYS, batch_shape, largest_micro
 from mst_scale.config.parallel import sizes_of
 from mst_scale.config.support import precision_of, stage_of
 from mst_scale.errors import Damaged, UserError

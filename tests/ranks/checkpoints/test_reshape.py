@@ -15,7 +15,7 @@ from mst_scale.checkpoints import store
 from mst_scale.checkpoints.mask_report import inspect
 from mst_scale.checkpoints.reshape import reshape
 from mst_scale.config import load
-from mst_scale.config.check import batch_shape
+from mst_scale.config.deepspeed import batch_shape
 from mst_scale.pretrain import resume
 from tests.support import pool, tiny_run
 from tests.support.toys import Toy, allow_fp16, deepspeed_config, toy_batch

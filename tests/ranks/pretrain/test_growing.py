@@ -13,7 +13,7 @@ import mst_scale
 from mst_scale import cli
 from mst_scale.checkpoints import store
 from mst_scale.config import load
-from mst_scale.config.growth import smaller_model
+from mst_scale.config.check import smaller_model
 from mst_scale.data.corpus import open_tokens
 from mst_scale.data.sampler import Sampler
 from mst_scale.flops.budgets import shortened

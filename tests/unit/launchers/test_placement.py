@@ -5,7 +5,7 @@ import contextlib
 import pytest
 
 from mst_scale.errors import UserError
-from mst_scale.launch.placement import check_groups, overrides
+from mst_scale.launch.command_line import check_groups, overrides
 
 
 def groups_of(size: object) -> list[str]:
