@@ -3,7 +3,7 @@
     engine, optimizer, loader, lr_scheduler = mst_scale.initialize(model=…, model_parameters=…, config=…)
 
 takes the arguments of `deepspeed.initialize` and returns its results; `mst_scale.warm_start(engine, CHECKPOINT)` then
-continues from weights and masks alone, with a fresh optimizer.
+continues from weights and masks, without optimizer states.
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ CONFIG = "mst_config"  # in a checkpoint's client_state: the keys that it was tr
 
 @renamed_arguments(anew="weights_only")
 def warm_start(engine: Any, checkpoint: Path | str, *, weights_only: bool = False) -> int:
-    """Continue from the weights, masks and step of a checkpoint, with a fresh optimizer.
+    """Continue from the weights, masks and step of a checkpoint, without its optimizer states.
 
     Call it on every rank, after `mst_scale.initialize` and before the first step.
 

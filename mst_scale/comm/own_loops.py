@@ -1,4 +1,4 @@
-"""Watches the ranks of a program that has a training loop of its own, or that of Trainer, Accelerate or Lightning.
+"""Watches the ranks of a program with its own training loop, or that of Trainer, Accelerate or Lightning.
 
 `mst_scale.pretrain` joins the ranks itself and starts a `Watch` before anything else. In other programs the
 default process group already exists, and `mst_scale.initialize` is the first place where all ranks meet:
@@ -30,7 +30,7 @@ BEFORE_OTHERS = 1000  # priority at exit: notifies the ranks before anything tha
 
 
 def prepare() -> None:
-    """Give all process groups of this process one timeout, those made later too.
+    """Give all process groups of this process one timeout, including groups that are created later.
 
     It is DEEPSPEED_TIMEOUT if that is set, and otherwise that of the default process group if the program has created
     one, such as by Trainer's `ddp_timeout`.
@@ -79,7 +79,7 @@ def watch(done: Callable[[], bool]) -> None:
 
 @dataclass(frozen=True)
 class RanksOfStore:
-    """What a `Watch` asks of the ranks, through the store at which they have met.
+    """The operations that a `Watch` needs of the ranks, through the store of their rendezvous.
 
     A group of its own would need a backend for the CPU, which a program on GPUs may not have set up on every network.
     """

@@ -1,4 +1,4 @@
-"""Lets `deepspeed.init_distributed`, whoever calls it, meet at a port of its own and fail in one line.
+"""Makes `deepspeed.init_distributed`, whoever calls it, use a free port and fail with a one-line error.
 
 DeepSpeed always takes port 29500 unless a launcher or a user states another one, so a second run on the same machine
 would end with a traceback, or its ranks would join the first run's store.

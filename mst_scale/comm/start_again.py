@@ -19,7 +19,7 @@ COUNT = "MST_STARTED_AGAIN"
 
 
 class StartAgain(BaseException):
-    """Raised on all ranks, after they have left the process group, where the run shall continue in new processes."""
+    """Raised on all ranks, after they have left the process group, to continue the run in new processes."""
 
     def __init__(self, port: int):
         super().__init__(port)
@@ -43,7 +43,7 @@ def start_again(port: int) -> NoReturn:
 
 
 def _close_connections() -> None:
-    """Let no connection of this process stay open in the new one."""
+    """Close the connections of this process, so that none stays open in the new one."""
     descriptors = Path("/proc/self/fd")
     for entry in descriptors.iterdir() if descriptors.is_dir() else ():
         number = int(entry.name)

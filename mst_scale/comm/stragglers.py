@@ -1,9 +1,9 @@
-"""Names a rank that works, but much slower than the others, which wait for it in every step.
+"""Detects a rank that works, but much slower than the others, which wait for it in every step.
 
     own time of a step = time to fetch its batches + time of its forward passes
 
-Times of whole steps do not tell, because every rank waits for the slowest. The own time does not include such waits at
-ZeRO 0 to 2; where forward passes wait for other ranks (ZeRO-3, tensor and sequence parallelism), only a rank that is
+Times of whole steps do not show it, because every rank waits for the slowest. The own time does not include such waits
+at ZeRO 0 to 2; where forward passes wait for other ranks (ZeRO-3, tensor and sequence parallelism), only a rank that is
 slow to fetch its batches is found.
 """
 

@@ -61,7 +61,7 @@ ADVICE = "; the same command continues from the latest complete checkpoint"
 
 
 class _Meeting(Protocol):
-    """What is asked of the ranks to connect them: `comm.Ranks` has it."""
+    """The operations that connecting the ranks needs; `comm.Ranks` has them."""
 
     @property
     def rank(self) -> int: ...

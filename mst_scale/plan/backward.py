@@ -1,7 +1,7 @@
 """Replays the backward pass of one micro-batch, to find the moment at which the most memory is needed.
 
-What autograd saved is freed and gradients of weights appear, module by module, so that activations and gradients are
-never all there at once. With D = tokens × width, F = tokens × inner width, A = D over the ranks that share a layer, in
+Saved activations are freed and weight gradients are allocated module by module, so activations and gradients are never
+all in memory at once. With D = tokens × width, F = tokens × inner width, A = D over the ranks that share a layer, in
 values, and W the module's weight:
 
     moment        freed of the block before        working

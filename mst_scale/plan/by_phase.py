@@ -1,9 +1,9 @@
-"""Compares numbers of GPUs for each phase of a run: the fewest that hold it, and the one with the fewest GPU-hours.
+"""Compares numbers of GPUs for each phase of a run: the fewest with enough memory, and the fewest GPU-hours.
 
-A phase is planned as if a run of its own continued from a checkpoint: with the storage that its engine has
+A phase is planned as if it were a separate run that continues from a checkpoint: with the storage that its engine has
 (`config.compact`), the same global batch, and on each number of GPUs the recommended setting (`recommend`), with the
-config's own offload. Numbers are the powers of two up to the given one, and that one. Saving, reshaping and starting
-again between phases are not counted.
+config's own offload. Numbers are the powers of two up to the given number, and that number. The time to save, reshape
+and restart between phases is not counted.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class PhaseOptions:
 
     @property
     def compact(self) -> bool:
-        """Whether sparse layers store their active weights alone, on the fewest GPUs."""
+        """Whether sparse layers store only their active weights, on the fewest GPUs."""
         return self.fewest.choice.setting.compacted is not None
 
     def to_dict(self) -> dict[str, Any]:

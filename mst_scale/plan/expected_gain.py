@@ -1,4 +1,4 @@
-"""What a recipe is expected to gain at a size and length, by one law fitted to the records of the studies.
+"""Predicts the gain of a recipe at a size and length, by one law fitted to the records of the studies.
 
     ln M = a + b ln(N / 10^5) + c ln(d / 20) + e ln(d / 20)²
 

@@ -107,7 +107,7 @@ class Memory:
 
     @property
     def buffers(self) -> int:
-        """The part of the peak that is none of the other parts."""
+        """The part of the peak that does not belong to the other parts."""
         return self.peak - self.weights - self.optimizer - self.masks - self.gradients - self.activations.total
 
     @property
