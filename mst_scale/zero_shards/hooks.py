@@ -100,7 +100,7 @@ HOOKS = (
         "optimizer.get_grad_norm_direct (stages 1 and 2), and the norm of a plain step",
         "float32 sums over ranks depend on where parameters are cut, and compact ones are cut elsewhere",
         "0.19",
-        lambda engine, _: bool(compact_index.indexes_of(engine.module)),
+        lambda engine, _: compact_index.is_compact(engine.module),
         lambda engine, _: step.norm_in_float64(engine),
     ),
     Hook(
@@ -196,7 +196,7 @@ HOOKS = (
         "engine._zero3_consolidated_16bit_state_dict",
         "it gathers what parameters store, and compact ones store their active weights alone",
         "0.19",
-        lambda engine, _: engine.zero_optimization_stage() == 3 and bool(compact_index.indexes_of(engine.module)),
+        lambda engine, _: engine.zero_optimization_stage() == 3 and compact_index.is_compact(engine.module),
         lambda engine, _: saving.consolidate_matrices(engine),
     ),
     Hook(

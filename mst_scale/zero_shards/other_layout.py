@@ -19,7 +19,7 @@ from typing import Any
 from mst_scale.comm import logger
 from mst_scale.errors import UserError
 from mst_scale.zero_shards.compact_files import file_of
-from mst_scale.zero_shards.compact_index import indexes_of
+from mst_scale.zero_shards.compact_index import is_compact
 
 COPY, MANIFEST = "universal", "manifest.json"  # of checkpoints.store, which stands above this package
 OF_A_RANK = re.compile(r"zero_pp_rank_(\d+)_mp_rank_\d+_(optim|model)_states\.pt$")
@@ -66,7 +66,7 @@ def explained(engine: Any, load: Callable[..., Any], args: Any, named: Any) -> I
 
 
 def _misfit(folder: Path, engine: Any) -> str | None:
-    there, here = file_of(folder).is_file(), bool(indexes_of(engine.module))
+    there, here = file_of(folder).is_file(), is_compact(engine.module)
     if there != here:
         words = {True: "its active weights alone (mst.compute.compact)", False: "whole matrices"}
         return f"{folder} stores {words[there]}, and here layers store {words[here].replace('its', 'their')}"
