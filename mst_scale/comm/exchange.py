@@ -150,6 +150,10 @@ class Stages:
         """Return what each stage has, in their order."""
         return self._exchange.all(mine)
 
+    def agree(self, run: Callable[[], T]) -> T:
+        """Call `run` on every stage and return this one's result, or raise the error of the first that failed."""
+        return self._exchange.agree(run)
+
     def joined(self, mine: Mapping[str, T]) -> dict[str, T]:
         """Return the entries of all stages, in layer order. A tied layer is in two stages, with the same value."""
         return {name: value for known in self.each(dict(mine)) for name, value in known.items()}

@@ -94,7 +94,12 @@ class CompactTopology(Topology):
         self._tied: dict[int, Tensor] = {}
         """Gradients of whole matrices that other stages of a pipeline hold too, of the micro-batches so far."""
         for i, (index, parameter) in enumerate(zip(self.store.index, self.store.parameters, strict=True)):
-            if index is not None and parameter.requires_grad:
+            if index is None or not parameter.requires_grad:
+                continue
+            # a load broadcasts tied parameters between stages, and torch then drops hooks of the other kind
+            if i in self.store.tied:
+                parameter.register_post_accumulate_grad_hook(functools.partial(self._keep_tied_gradient, i))
+            else:
                 parameter.register_hook(functools.partial(self._reduce_dense_gradient, i))
         if sparsity is None:  # given masks have as many as they have
             return
@@ -126,16 +131,17 @@ class CompactTopology(Topology):
         self._uses[i] = self._uses[i] + gradient if i in self._uses else gradient
 
     def _reduce_dense_gradient(self, i: int, _: Tensor) -> None:
-        """One reduction per layer and micro-batch, when its values have their gradient; then only a slice is kept.
-
-        Stages of a pipeline compute the same micro-batch at different times. What they share is reduced at the end.
-        """
+        """One reduction per layer and micro-batch, when its values have their gradient; then only a slice is kept."""
         whole = self._uses.pop(i, None)
-        if whole is not None and i in self.store.tied:
-            self._tied[i] = self._tied[i].add_(whole) if i in self._tied else whole.clone()
-        elif whole is not None:
+        if whole is not None:
             mine = self.store.reduced(i, whole)
             self.dense_gradients[i] = self.dense_gradients[i].add_(mine) if i in self.dense_gradients else mine
+
+    def _keep_tied_gradient(self, i: int, _: Tensor) -> None:
+        """Stages of a pipeline compute a micro-batch at different times: what they share is reduced at the end."""
+        whole = self._uses.pop(i, None)
+        if whole is not None:
+            self._tied[i] = self._tied[i].add_(whole) if i in self._tied else whole.clone()
 
     def finish_dense_gradients(self, scale: float) -> bool:
         """Reduce those of tied matrices and remove the loss scale; return whether all values on all ranks are finite.

@@ -64,7 +64,7 @@ def make_compact(
     stages = Stages(model.mpu().get_pipe_parallel_group() if isinstance(model, PipelineModule) else None)
     reason = _why_dense_here(optimizer, model, others) or why_not_compact(experiment)
     if reason is None:
-        targets = choose_targets(model, experiment.mst.targets)
+        targets = stages.agree(lambda: choose_targets(model, experiment.mst.targets))
         why = next((why for name, p in targets.items() if (why := _why_layer_stays(model, name, p))), None)
         reason = next((of_stage for of_stage in stages.each(why) if of_stage is not None), None)
     if reason is not None and experiment.trains is not None:
@@ -130,8 +130,10 @@ def _why_layer_stays(model: nn.Module, name: str, parameter: nn.Parameter) -> st
 
 def _is_table_of_head(module: nn.Module) -> bool:
     """Whether a module is an embedding that a tied head multiplies by through `head_product`."""
-    return isinstance(module, nn.Embedding) and hasattr(module, "head_product") and (
-        type(module).forward is nn.Embedding.forward
+    return (
+        isinstance(module, nn.Embedding)
+        and hasattr(module, "head_product")
+        and (type(module).forward is nn.Embedding.forward)
     )
 
 
@@ -139,7 +141,9 @@ def _read_by_functions(model: nn.Module) -> list[nn.Module]:
     """Return this stage's tied modules that a function of the user's calls in place of their forward."""
     if not isinstance(model, PipelineModule):
         return []
-    called = {spec.key for spec in model._layer_specs if isinstance(spec, TiedLayerSpec) and spec.forward_fn is not None}
+    called = {
+        spec.key for spec in model._layer_specs if isinstance(spec, TiedLayerSpec) and spec.forward_fn is not None
+    }
     return [module for key, module in model.tied_modules.items() if key in called and not _is_table_of_head(module)]
 
 

@@ -1,4 +1,4 @@
-"""Trains a tiny GPT in stages with compact and with dense storage, and reads both in the coordinates of the matrices."""
+"""Trains a tiny GPT in stages with compact and with dense storage, and reads both in the coordinates of matrices."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def looked_at(engine: Any) -> dict[str, Any]:
     return found
 
 
-def course(
+def course(  # noqa: PLR0917
     rank: int, world: int, layout: Layout, raw: dict[str, Any], steps: int, changes: dict[str, Any], prepare: Any = None
 ) -> list[dict[str, Any]]:
     """What holds after every step, the same on every rank."""

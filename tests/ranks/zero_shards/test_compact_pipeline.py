@@ -3,6 +3,7 @@ bit for bit in fp32, with the head tied across the first stage and the last."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -13,13 +14,17 @@ import mst_scale
 from mst_scale import zero_shards
 from mst_scale.checkpoints.mask_report import inspect
 from mst_scale.checkpoints.reshape import reshape
+from mst_scale.config import load
 from mst_scale.errors import Damaged
+from mst_scale.plan.memory import memory
+from mst_scale.plan.setting import held, setting_of
+from mst_scale.plan.traffic import tied_ends
 from mst_scale.zero_shards import compact_files
 from mst_scale.zero_shards.universal import STATES
 from mst_scale.zero_shards.weight_files import states_of, weights_of
 from tests.support import pool
 from tests.support.compact_pairs import differences
-from tests.support.compact_pipelines import config, course, looked_at, started, step
+from tests.support.compact_pipelines import MODEL, config, course, looked_at, started, step
 from tests.support.layouts import Layout
 
 STEPS = 7  # with two topology steps
@@ -29,9 +34,7 @@ MATRICES = ("attention.qkv", "attention.proj", "mlp.up", "mlp.down")
 def both(layout, micro_batches=3, changes=None, prepare=None, **more):
     """The courses of every rank with compact and with dense storage, without what they store."""
     raws = [config(layout, kind, micro_batches, **more) for kind in ("auto", "off")]
-    compact, dense = (
-        pool.run(course, layout.world, layout, raw, STEPS, changes or {}, prepare) for raw in raws
-    )
+    compact, dense = (pool.run(course, layout.world, layout, raw, STEPS, changes or {}, prepare) for raw in raws)
     stored = [ranks[-1]["stored"] for ranks in compact]
     assert not any(ranks[-1]["stored"] for ranks in dense)
     assert compact[0][-1]["dead"] == dense[0][-1]["dead"] != []
@@ -115,6 +118,29 @@ def test_given_masks_are_compact_and_bit_equal(stage, blocks):
     compact, dense = (pool.run(course, 2, layout, fixed(layout, kind), 4, {}, prepare) for kind in ("auto", "off"))
     assert [len(ranks[-1]["stored"]) for ranks in compact] == [4 * len({0, 1} & {*blocks}), 4 * (2 in blocks)]
     assert differences(compact[0][:-1], dense[0][:-1]) == []
+
+
+def bytes_held(rank, world, raw):
+    layout = Layout(pipeline=2, stage=1)
+    mesh, engine = started(layout, raw)
+    for number in range(2):
+        step(mesh, engine, number)
+    index = sum(one.positions.numel() * one.positions.itemsize for one in zero_shards.indexes_of(engine.module))
+    return zero_shards.state_bytes(engine), index
+
+
+def test_the_plan_knows_what_a_stage_holds():
+    raw = config(Layout(pipeline=2, stage=1), "auto", 2)
+    model = {"n_layer": 3, "n_head": 4, "bias": True, **MODEL}
+    experiment = load({**raw, "model": model, "pipeline": {"stages": 2}})
+    setting = replace(setting_of(experiment, 2), fused=False)
+    wanted, found = memory(experiment, setting), pool.run(bytes_held, 2, raw)
+    assert setting.compacted is not None
+    assert max(states for states, _ in found) == pytest.approx(wanted.optimizer + wanted.step_gradients, rel=0.02)
+    active = [sum(4 * p.active for p in held(experiment.model, setting, stage) if p.active) for stage in range(2)]
+    assert [index for _, index in found] == active
+    (tied,) = tied_ends(experiment.model, setting)
+    assert tied.payload < 0.2 * tied_ends(experiment.model, setting.dense)[0].payload
 
 
 # --- steps that are skipped ---
@@ -218,7 +244,7 @@ def continued(mesh, engine):
     return {**{f"later {key}": value for key, value in looked_at(engine).items()}, "losses": losses}
 
 
-def saved(rank, world, layout, kind, folder, blocks=None):
+def saved(rank, world, layout, kind, folder, blocks=None):  # noqa: PLR0917
     mesh, engine = begun(layout, kind, blocks)
     for number in range(FIRST):
         step(mesh, engine, number)
@@ -233,7 +259,7 @@ def begun(layout, kind, blocks):
     return started(layout, fixed(layout, kind), partial(pruned, blocks=blocks))
 
 
-def resumed(rank, world, layout, kind, folder, blocks=None):
+def resumed(rank, world, layout, kind, folder, blocks=None):  # noqa: PLR0917
     mesh, engine = begun(layout, kind, blocks)
     for number in range(3):
         step(mesh, engine, number)  # over other masks
