@@ -23,7 +23,7 @@ from mst_scale.comm import Mesh, logger
 from mst_scale.comm.exchange import Exchange, Stages
 from mst_scale.config import Experiment
 from mst_scale.config.compact import why_not_compact
-from mst_scale.config.support import precision_of
+from mst_scale.config.deepspeed import precision_of
 from mst_scale.engine.compact_linear import compact_embedding, compact_linear
 from mst_scale.engine.initial_masks import GivenMasks, depends_on_weights
 from mst_scale.engine.targets import choose_targets
@@ -91,7 +91,7 @@ def _why_dense_here(optimizer: Any, model: nn.Module, others: dict[str, Any]) ->
     cases = {
         "the optimizer is an object that has the dense weights": isinstance(optimizer, torch.optim.Optimizer),
         "the optimizer is not the config's Adam or AdamW": optimizer is not None,
-        "layers are cut over ranks": isinstance(model, PipelineModule)
+        "layers are split over ranks": isinstance(model, PipelineModule)
         and model.mpu().get_slice_parallel_world_size() > 1,
         "the mpu is not a Mesh that cuts sequences alone": not _cuts_sequences_alone(others.get("mpu")),
     }

@@ -22,7 +22,7 @@ from mst_scale.comm import Ranks, Verdict, logger
 from mst_scale.comm.launch import free_port
 from mst_scale.comm.start_again import StartAgain
 from mst_scale.config import Experiment
-from mst_scale.config.check import peak_learning_rate
+from mst_scale.config.deepspeed import peak_learning_rate
 from mst_scale.config.parallel import sizes_of
 from mst_scale.dead_units import format_counts
 from mst_scale.engine.targets import choose_targets
