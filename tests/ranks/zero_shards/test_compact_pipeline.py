@@ -57,13 +57,13 @@ def test_two_stages_are_bit_equal_to_dense_storage(stage, micro_batches, policy)
 
 @pytest.mark.parametrize(("stage", "changes", "more"), [
     (1, {"tied_head": False}, {}),
-    (0, {"activation_checkpointing": True}, {}),
+    pytest.param(0, {"activation_checkpointing": True}, {}, marks=pytest.mark.full),
     (1, {"activation_checkpointing": True}, {"policy": "mst"}),
     (1, {}, {"backend": "cpu"}),
     (0, {}, {"initial": "magnitude"}),
-    (1, {}, {"topology": {"grown_moments": "active_mean"}}),
-    (0, {}, {"topology": {"regrow": False, "replaces_update": True}}),
-    (1, {}, {"sparsity": 0.4}),
+    pytest.param(1, {}, {"topology": {"grown_moments": "active_mean"}}, marks=pytest.mark.full),
+    pytest.param(0, {}, {"topology": {"regrow": False, "replaces_update": True}}, marks=pytest.mark.full),
+    pytest.param(1, {}, {"sparsity": 0.4}, marks=pytest.mark.full),
 ])  # fmt: skip
 def test_bit_equal_with_other_settings(stage, changes, more):
     compact, dense, stored = both(Layout(pipeline=2, stage=stage), 2, changes, **more)
@@ -77,6 +77,7 @@ def test_two_replicas_of_two_stages_are_bit_equal(stage, policy):
     assert differences(compact, dense) == []
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("stage", "policy", "tolerance"), [(0, "set", 0.0), (1, "set", 0.0), (1, "rigl", 2e-6)])
 def test_two_replicas_accumulate(stage, policy, tolerance):
     """Growth by gradient adds micro-batches of layers up after replicas, and dense storage before."""
@@ -289,10 +290,10 @@ def test_a_run_resumes_bit_for_bit_and_readers_see_matrices(layout, tmp_path):
 PIPE, ALONE = Layout(pipeline=2, stage=1), Layout(stage=2)
 CONVERSIONS = [
     ((PIPE, "auto"), (PIPE, "off")),
-    ((PIPE, "off"), (PIPE, "auto")),
-    ((Layout(pipeline=2, stage=0), "auto"), (PIPE, "auto")),
+    pytest.param((PIPE, "off"), (PIPE, "auto"), marks=pytest.mark.full),
+    pytest.param((Layout(pipeline=2, stage=0), "auto"), (PIPE, "auto"), marks=pytest.mark.full),
     ((PIPE, "auto"), (ALONE, "auto")),
-    ((PIPE, "auto"), (ALONE, "off")),
+    pytest.param((PIPE, "auto"), (ALONE, "off"), marks=pytest.mark.full),
     ((Layout(data=2, stage=3), "auto"), (Layout(pipeline=2, stage=0), "auto")),
 ]
 
