@@ -166,7 +166,7 @@ def _convert(
         with deepspeed.zero.GatheredParameters([parameter] if hasattr(parameter, "ds_id") else []):
             index = CompactIndex(name, shapes[name], choose(name, parameter.detach()))
             if stages.group is not None:
-                digests[name] = sha256(index.positions.cpu().numpy()).hexdigest()
+                digests[name] = sha256(index.positions.cpu().numpy().tobytes()).hexdigest()
             if index.count == index.numel:
                 continue  # the distribution, or a given mask, leaves it dense
             compact = nn.Parameter(index.to_store(parameter.detach()))
