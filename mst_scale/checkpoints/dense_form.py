@@ -11,7 +11,6 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from mst_scale.checkpoints import mask_files
 from mst_scale.comm import logger
 from mst_scale.errors import UserError
 from mst_scale.zero_shards import compact_files, universal
@@ -42,7 +41,7 @@ def make_dense(checkpoint: Path) -> dict[str, Any]:
         raise
     for path in checkpoint.glob("*.pt"):
         path.unlink()
-    (checkpoint / mask_files.FOLDER / compact_files.NAME).unlink(missing_ok=True)  # of compact storage
+    compact_files.remove(checkpoint)
     for path in draft.iterdir():
         path.rename(checkpoint / path.name)
     draft.rmdir()

@@ -58,7 +58,7 @@ def reshape(path: Path, out: Path | None = None) -> Reshaped:
     try:
         step = universal.convert(source, draft)
         if (source / mask_files.FOLDER).is_dir():
-            without = shutil.ignore_patterns(compact_files.NAME)  # the copy holds whole matrices
+            without = shutil.ignore_patterns(compact_files.NAMES)  # the copy holds whole matrices
             shutil.copytree(source / mask_files.FOLDER, draft / mask_files.FOLDER, ignore=without)
         manifest = store.head(source) or {}
         kept = ("tag", "step", "batch", "micro", "ranks", "optimizer")

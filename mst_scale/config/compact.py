@@ -59,7 +59,7 @@ def why_method_not_compact(experiment: Experiment) -> str | None:
 
 def why_layout_not_compact(sizes: ParallelDims, offloaded_parameters: bool) -> str | None:
     """Return the reason in how the model is shared and where its parameters lie, or None."""
-    if max(sizes.tensor, sizes.pipeline) > 1:
+    if sizes.tensor > 1:
         return "layers are split over ranks"
     return "it is not tested with offload_param" if offloaded_parameters else None
 

@@ -37,7 +37,7 @@ class CompactMasking(Masking):
         if self.topology.under_way is None:
             return
         scale = zero_shards.loss_scale(self.engine)
-        finite = self.topology.divide_dense_gradients(scale)
+        finite = self.topology.finish_dense_gradients(scale)
         for i, index in enumerate(self.store.index):
             if index is None:
                 continue
@@ -91,8 +91,15 @@ class CompactTopology(Topology):
         """Means over ranks, of this rank's slices and of the micro-batches so far."""
         self._uses: dict[int, Tensor] = {}
         """Gradients of whole matrices whose backward pass has not come to their last use yet."""
+        self._tied: dict[int, Tensor] = {}
+        """Gradients of whole matrices that other stages of a pipeline hold too, of the micro-batches so far."""
         for i, (index, parameter) in enumerate(zip(self.store.index, self.store.parameters, strict=True)):
-            if index is not None and parameter.requires_grad:
+            if index is None or not parameter.requires_grad:
+                continue
+            # a load broadcasts tied parameters between stages, and torch then drops hooks of the other kind
+            if i in self.store.tied:
+                parameter.register_post_accumulate_grad_hook(functools.partial(self._keep_tied_gradient, i))
+            else:
                 parameter.register_hook(functools.partial(self._reduce_dense_gradient, i))
         if sparsity is None:  # given masks have as many as they have
             return
@@ -108,6 +115,7 @@ class CompactTopology(Topology):
     def after_step(self, updated: bool) -> None:
         super().after_step(updated)
         self.dense_gradients.clear()
+        self._tied.clear()
 
     # --- dense gradients, in the one step that reads them ---
 
@@ -129,8 +137,24 @@ class CompactTopology(Topology):
             mine = self.store.reduced(i, whole)
             self.dense_gradients[i] = self.dense_gradients[i].add_(mine) if i in self.dense_gradients else mine
 
-    def divide_dense_gradients(self, scale: float) -> bool:
-        """Remove the loss scale; return whether all values on all ranks are finite."""
+    def _keep_tied_gradient(self, i: int, _: Tensor) -> None:
+        """Stages of a pipeline compute a micro-batch at different times: what they share is reduced at the end."""
+        whole = self._uses.pop(i, None)
+        if whole is not None:
+            self._tied[i] = self._tied[i].add_(whole) if i in self._tied else whole.clone()
+
+    def finish_dense_gradients(self, scale: float) -> bool:
+        """Reduce those of tied matrices and remove the loss scale; return whether all values on all ranks are finite.
+
+        The ranks of one stage agree: what is not finite on another stage is in its own gradients.
+        """
+        if self.under_way is not None and self.under_way.reads_dense_gradients:
+            for i in self.store.tied:
+                if (index := self.store.index[i]) is not None:
+                    whole = self._tied.pop(i, None)  # None: the loss does not depend on it
+                    if whole is None:
+                        whole = self.store.parameters[i].new_zeros(index.numel)
+                    self.dense_gradients[i] = self.store.reduced(i, whole)
         bad = torch.zeros(len(self._masks), dtype=torch.int64)
         for i, gradient in self.dense_gradients.items():
             gradient.div_(scale)

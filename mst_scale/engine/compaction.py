@@ -11,15 +11,16 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Iterable
+from hashlib import sha256
 from typing import Any
 
 import deepspeed
 import torch
-from deepspeed.pipe import PipelineModule
+from deepspeed.pipe import PipelineModule, TiedLayerSpec
 from torch import nn
 
 from mst_scale.comm import Mesh, logger
-from mst_scale.comm.exchange import Exchange
+from mst_scale.comm.exchange import Exchange, Stages
 from mst_scale.config import Experiment
 from mst_scale.config.compact import why_not_compact
 from mst_scale.config.deepspeed import precision_of
@@ -33,12 +34,14 @@ from mst_scale.mixed_growing.evolve import Layer
 from mst_scale.mixed_growing.masks import LayerMask
 from mst_scale.shard import Shard
 from mst_scale.sparse_linear.compact import compact_cross_entropy
-from mst_scale.zero_shards import CompactIndex, indexes_of, mark, shape_of
+from mst_scale.zero_shards import CompactIndex, indexes_of, mark, mark_model, shape_of
 
 FUSED = (
     nn.TransformerEncoderLayer,
     nn.MultiheadAttention,
 )  # in evaluation they pass weights of their layers to kernels
+
+REPLICATED = "ds_pipe_replicated"  # of a parameter that DeepSpeed's norms count on another stage
 
 
 def make_compact(
@@ -58,20 +61,27 @@ def make_compact(
     """
     if experiment.mst.compute.compact == "off" or experiment.mst.stays_dense:
         return parameters
+    stages = Stages(model.mpu().get_pipe_parallel_group() if isinstance(model, PipelineModule) else None)
     reason = _why_dense_here(optimizer, model, others) or why_not_compact(experiment)
     if reason is None:
-        targets = choose_targets(model, experiment.mst.targets)
-        reason = next((why for name, p in targets.items() if (why := _why_layer_stays(model, name, p))), None)
+        targets = stages.agree(lambda: choose_targets(model, experiment.mst.targets))
+        why = next((why for name, p in targets.items() if (why := _why_layer_stays(model, name, p))), None)
+        reason = next((of_stage for of_stage in stages.each(why) if of_stage is not None), None)
     if reason is not None and experiment.trains is not None:
         return parameters  # of a run whose storage changes: it has said when
     if reason is not None:
         logger.info("mst.compute.compact: inactive weights are kept as zeros, because %s", reason)
         return parameters
-    made = _convert(model, experiment, targets)
-    indexes = indexes_of(model)
+    made = _convert(model, experiment, targets, stages)
+    found = stages.joined({index.name: (index.count, index.numel) for index in indexes_of(model)})
+    if not found:
+        logger.info("mst.compute.compact: inactive weights are kept as zeros, because no matrix has any")
+        return parameters
+    mark_model(model)
+    active, stored = (sum(numbers) for numbers in zip(*found.values(), strict=True))
     logger.info(
         "mst.compute.compact: %d matrices store their active weights alone, %s of %s",
-        len(indexes), f"{sum(index.count for index in indexes):,}", f"{sum(index.numel for index in indexes):,}",
+        len(found), f"{active:,}", f"{stored:,}",
     )  # fmt: skip
     return _replaced(parameters, made)
 
@@ -81,7 +91,8 @@ def _why_dense_here(optimizer: Any, model: nn.Module, others: dict[str, Any]) ->
     cases = {
         "the optimizer is an object that has the dense weights": isinstance(optimizer, torch.optim.Optimizer),
         "the optimizer is not the config's Adam or AdamW": optimizer is not None,
-        "the model is a pipeline": isinstance(model, PipelineModule),
+        "layers are split over ranks": isinstance(model, PipelineModule)
+        and model.mpu().get_slice_parallel_world_size() > 1,
         "the mpu is not a Mesh that cuts sequences alone": not _cuts_sequences_alone(others.get("mpu")),
     }
     return next((reason for reason, applies in cases.items() if applies), None)
@@ -97,8 +108,8 @@ def _why_layer_stays(model: nn.Module, name: str, parameter: nn.Parameter) -> st
         return f"{name} is not trained"
     owners = [(m, key) for m in model.modules() for key, p in m._parameters.items() if p is parameter]
     for module, key in owners:
-        known = (nn.Linear, nn.Embedding, *_stored_across())
-        if key != "weight" or type(module) not in known or "forward" in vars(module):
+        known = type(module) in (nn.Linear, nn.Embedding, *_stored_across()) or _is_table_of_head(module)
+        if key != "weight" or not known or "forward" in vars(module):
             return f"{name} belongs to a {type(module).__name__}"
         if isinstance(module, nn.Embedding) and (module.max_norm is not None or module.sparse):
             return f"the embedding {name} has max_norm or sparse gradients"
@@ -106,12 +117,34 @@ def _why_layer_stays(model: nn.Module, name: str, parameter: nn.Parameter) -> st
             return f"{name} is parametrized"
     if any(isinstance(m, FUSED) and any(p is parameter for p in m.parameters()) for m in model.modules()):
         return f"a layer of torch that fuses its products reads {name} by itself"
+    if any(id(p) == id(parameter) for module in _read_by_functions(model) for p in module.parameters()):
+        return f"a function of the pipeline (forward_fn) reads {name} by itself"
     tables = [module for module, _ in owners if isinstance(module, nn.Embedding)]
-    if tables and len(tables) == len(owners) and not hasattr(model, "head_product"):
+    heads = (model, *tables)
+    if tables and len(tables) == len(owners) and not any(hasattr(module, "head_product") for module in heads):
         return f"the head reads the embedding {name} by itself"
     if not tables and len(owners) > 1:
         return f"{name} is shared by {len(owners)} layers"
     return None
+
+
+def _is_table_of_head(module: nn.Module) -> bool:
+    """Whether a module is an embedding that a tied head multiplies by through `head_product`."""
+    return (
+        isinstance(module, nn.Embedding)
+        and hasattr(module, "head_product")
+        and (type(module).forward is nn.Embedding.forward)
+    )
+
+
+def _read_by_functions(model: nn.Module) -> list[nn.Module]:
+    """Return this stage's tied modules that a function of the user's calls in place of their forward."""
+    if not isinstance(model, PipelineModule):
+        return []
+    called = {
+        spec.key for spec in model._layer_specs if isinstance(spec, TiedLayerSpec) and spec.forward_fn is not None
+    }
+    return [module for key, module in model.tied_modules.items() if key in called and not _is_table_of_head(module)]
 
 
 def _stored_across() -> tuple[type, ...]:
@@ -120,44 +153,68 @@ def _stored_across() -> tuple[type, ...]:
     return () if transformers is None else (transformers.Conv1D,)
 
 
-def _convert(model: Any, experiment: Experiment, targets: dict[str, nn.Parameter]) -> dict[int, nn.Parameter]:
+def _convert(
+    model: Any, experiment: Experiment, targets: dict[str, nn.Parameter], stages: Stages
+) -> dict[int, nn.Parameter]:
     """Replace dense parameters by compact ones; these by the id of what they replace."""
-    shapes: Any = [shape_of(p) for p in targets.values()]
-    choose = _FirstPositions(experiment, dict(zip(targets, shapes, strict=True)))
+    shapes = {name: tuple(shape_of(p)) for name, p in targets.items()}
+    replicas = model.mpu().get_data_parallel_group() if isinstance(model, PipelineModule) else None
+    choose = _FirstPositions(experiment, stages.joined(shapes), replicas)
+    digests: dict[str, str] = {}
     made: dict[int, nn.Parameter] = {}
-    for (name, parameter), shape in zip(targets.items(), shapes, strict=True):
+    for name, parameter in targets.items():
         with deepspeed.zero.GatheredParameters([parameter] if hasattr(parameter, "ds_id") else []):
-            index = CompactIndex(name, tuple(shape), choose(name, parameter.detach()))
+            index = CompactIndex(name, shapes[name], choose(name, parameter.detach()))
+            if stages.group is not None:
+                digests[name] = sha256(index.positions.cpu().numpy().tobytes()).hexdigest()
             if index.count == index.numel:
                 continue  # the distribution, or a given mask, leaves it dense
             compact = nn.Parameter(index.to_store(parameter.detach()))
         mark(compact, index)
+        if hasattr(parameter, REPLICATED):
+            setattr(compact, REPLICATED, getattr(parameter, REPLICATED))
         made[id(parameter)] = compact
         for module in model.modules():
             for key, own in list(module._parameters.items()):
                 if own is parameter:
                     module._parameters[key] = compact
                     _compute_with(module, index)
-        if hasattr(model, "head_product") and model.get_output_embeddings().weight is compact:
-            model.head_product = _Head(index)
-            if hasattr(model, "head_loss"):
-                model.head_loss = model.head_product.loss
+        for module in model.modules():
+            if hasattr(module, "head_product") and module.get_output_embeddings().weight is compact:
+                module.head_product = _Head(index)
+                if hasattr(module, "head_loss"):
+                    module.head_loss = module.head_product.loss
+    _check_ties(stages.each(digests))
     return made
+
+
+def _check_ties(digests: list[dict[str, str]]) -> None:
+    """Check that stages of a pipeline have the same active weights of a matrix that they share."""
+    known: dict[str, str] = {}
+    for of_stage in digests:
+        for name, digest in of_stage.items():
+            if known.setdefault(name, digest) != digest:
+                raise UserError(
+                    f"{name} is tied between stages of the pipeline, and its first masks would differ there: give all "
+                    "stages the same weights, or set mst.compute.compact to off"
+                )
 
 
 class _FirstPositions:
     """Chooses the weights that are active at first, as a run with dense storage does.
 
-    All ranks start with the weights of rank 0, which DeepSpeed sends them when it takes the model over. Masks that are
-    read off the weights come before that, so these weights are sent here.
+    All ranks start with the weights of rank 0, or of the first rank of their stage, which DeepSpeed sends them when it
+    takes the model over. Masks that are read off the weights come before that, so these weights are sent here.
 
     Args:
         experiment: the config of the run.
-        shapes: the shape of each matrix.
+        shapes: the shape of each matrix of the model.
+        replicas: the ranks that hold the same stage of a pipeline; None: all ranks hold the whole model.
     """
 
-    def __init__(self, experiment: Experiment, shapes: dict[str, tuple[int, ...]]):
+    def __init__(self, experiment: Experiment, shapes: dict[str, tuple[int, ...]], replicas: Any):
         mst = experiment.mst
+        self.replicas = replicas
         self.seed = experiment.training.seed if mst.seed is None else mst.seed
         self.shapes = shapes
         self.given = None if mst.masks is None else GivenMasks(mst.masks)
@@ -174,9 +231,9 @@ class _FirstPositions:
     def __call__(self, name: str, weight: torch.Tensor) -> torch.Tensor:
         """Return the positions of a matrix's active weights, in the order of the flattened matrix (collective)."""
         if self.reads:
-            _take_rank_0s(weight)
+            _take_first_ranks(weight, self.replicas)
         stored = weight.to(self.dtype)  # what DeepSpeed makes its master weights of
-        shape = tuple(self.shapes[name])
+        shape = self.shapes[name]
         if self.given is not None:
             return self.given.of_matrix(name, shape, stored.cpu()).flatten().nonzero().flatten()
         mask = LayerMask(Shard.whole(name, shape), torch.device("cpu"))
@@ -185,12 +242,13 @@ class _FirstPositions:
         return packed_bits.indices(mask.packed(), mask.length)
 
 
-def _take_rank_0s(weight: torch.Tensor) -> None:
-    """Replace the values of a whole matrix by those of rank 0."""
+def _take_first_ranks(weight: torch.Tensor, replicas: Any) -> None:
+    """Replace the values of a whole matrix by those of the first of the ranks that hold it."""
     if not torch.distributed.is_initialized():
         deepspeed.init_distributed(verbose=False)
     sent = weight.to(deepspeed.get_accelerator().current_device_name()).contiguous()
-    torch.distributed.broadcast(sent, 0)
+    first = 0 if replicas is None else torch.distributed.get_global_rank(replicas, 0)
+    torch.distributed.broadcast(sent, first, group=replicas)
     weight.copy_(sent)
 
 

@@ -375,10 +375,16 @@ class SparseTraining:
             model_config.save(checkpoint, module, method=self.method, step=self.step, pattern=attended)
         if not self.masks_weights:
             return {}
-        if indexes := zero_shards.indexes_of(self.engine.module):
-            first = self.engine.global_rank == 0
-            self.state.everyone.agree(lambda: compact_files.save(checkpoint, indexes) if first else None)
+        if zero_shards.is_compact(self.engine.module):
+            self.state.everyone.agree(lambda: self._save_index(checkpoint))
         return mask_files.save(checkpoint, self.state, self.step, self.dead_units())
+
+    def _save_index(self, checkpoint: Path) -> None:
+        """Write which weights compact layers store; the first replica of each stage of a pipeline does."""
+        engine = self.engine
+        if zero_shards.groups_of(engine).first_replica:
+            stage, stages = zero_shards.stage_number(engine), zero_shards.stage_count(engine)
+            compact_files.save(checkpoint, zero_shards.indexes_of(engine.module), stage, stages)
 
     def loading(self, checkpoint: Path) -> Callable[[], None]:
         """Give compact layers the index of a checkpoint before its weights are loaded; return how to undo it."""

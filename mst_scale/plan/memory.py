@@ -35,7 +35,18 @@ from typing import Any
 from mst_scale.config import Experiment, ModelConfig
 from mst_scale.plan.backward import FP32, Moment, moments
 from mst_scale.plan.gpus import GPU
-from mst_scale.plan.setting import Parameter, Setting, Share, ends, groups, held, partition, share, sparse_parameters
+from mst_scale.plan.setting import (
+    Parameter,
+    Setting,
+    Share,
+    ends,
+    groups,
+    held,
+    is_tied,
+    partition,
+    share,
+    sparse_parameters,
+)
 from mst_scale.plan.traffic import ALL_REDUCE, fetches
 
 CONTEXT = 2 * 10**9  # CUDA context, libraries, NCCL's buffers
@@ -167,7 +178,9 @@ def _masks_and_topology_step(experiment: Experiment, s: Setting, found: Sequence
         largest = max(range(len(masked)), key=lambda i: masked[i].whole)
         whole, share = shares[largest]
         layer = 2 * FP32 * share + lists[largest] + whole + WIDE_INDEX_BYTES * (masked[largest].active or 0)
-        taken = layer + (dense_gradients if by_gradient else 0)
+        # stages of a pipeline add up their gradients of a tied matrix, whole, when the last micro-batch is done
+        tied = sum(s.weight_bytes * p.whole for p in masked if is_tied(experiment.model, s, p.name))
+        taken = layer + (dense_gradients + tied if by_gradient else 0)
     starts_sparse = experiment.schedule.at(0).sparsity > 0
     bits = 1 + (mst.topology.track_coverage and starts_sparse)
     return bits * sum(-(-share // 8) for _, share in shares), taken

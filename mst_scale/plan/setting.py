@@ -294,6 +294,11 @@ def _compacted(model: ModelConfig, found: tuple[Parameter, ...], compact: Compac
     return tuple(replace(p, active=active.get(p.name)) for p in found)
 
 
+def is_tied(model: ModelConfig, s: Setting, name: str) -> bool:
+    """Return whether two stages of a pipeline hold a parameter."""
+    return s.pipeline > 1 and model.tied_head and name == "wte.weight"
+
+
 def ends(s: Setting) -> tuple[int, ...]:
     """Return the pipeline stages that can need the most memory and time: the first and the last."""
     return (0,) if s.pipeline == 1 else (0, s.pipeline - 1)

@@ -34,7 +34,7 @@ from dataclasses import dataclass, field, replace
 from functools import cache
 
 from mst_scale.config import ModelConfig
-from mst_scale.plan.setting import Parameter, Setting, groups, held, layers_of, partition, sub_groups
+from mst_scale.plan.setting import Parameter, Setting, groups, held, is_tied, layers_of, partition, sub_groups
 
 ALL_REDUCE = 500_000_000  # elements that stage 0 flattens for one all-reduce
 
@@ -161,8 +161,7 @@ def exchange(model: ModelConfig, s: Setting) -> dict[str, list[Call]]:
 
 def tied_ends(model: ModelConfig, s: Setting) -> list[Call]:
     """Return the all-reduce of a tied embedding's gradient between the ends of a pipeline, once per step."""
-    both = s.pipeline > 1 and model.tied_head
-    return [Call("all-reduce", model.padded_vocab * model.n_embd * s.weight_bytes)] if both else []
+    return [Call("all-reduce", p.numel * s.weight_bytes) for p in held(model, s) if is_tied(model, s, p.name)]
 
 
 # --- ZeRO-3: which parameters are gathered when ---

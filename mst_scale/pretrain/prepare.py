@@ -166,7 +166,7 @@ def prepare(
         logger.info("%s", storage.describe(stretches))
         chosen = storage.of_stretch(chosen, stretch)
     engine = ranks.agree(lambda: _build_engine(chosen, out, weights, mesh, source))
-    compact = bool(zero_shards.indexes_of(engine.module))
+    compact = zero_shards.is_compact(engine.module)
     loadable = None if source is None else resume.find_loadable(source, ranks, fitted.deepspeed, compact)
     if source is not None:
         ranks.agree(lambda: validation.validate_same_adam(saved, zero_shards.adam_of(engine), source))
@@ -396,7 +396,7 @@ def _put_zeros(model: torch.nn.Module, checkpoint: Path) -> None:
     if not mask_files.file_of(checkpoint, 0).is_file():
         return
     masks = mask_files.read_all(checkpoint)
-    for name, parameter in model.named_parameters():
+    for name, parameter in zero_shards.named_parameters(model):
         if name not in masks.head["names"]:
             continue
         with zero_shards.whole(parameter) as writable, torch.no_grad():

@@ -53,7 +53,7 @@ class Saves:
             universal: whether an engine with the other storage loads it next.
         """
         self.finish()
-        compact = bool(zero_shards.indexes_of(self.engine.module))
+        compact = zero_shards.is_compact(self.engine.module)
         dense = universal or (compact and self.training.checkpoint_form == "dense")
         about, keep = {"step": step, **self.about}, self.training.keep_checkpoints
         if self._background is not None and not final:

@@ -278,7 +278,7 @@ class Run:
             self.record.say(f"there is no checkpoint before step {bad} to roll back to: the run continues")
             return False
         number, here = batch_number(bad - 1, self.skipped), self.step
-        compact = bool(zero_shards.indexes_of(self.engine.module))
+        compact = zero_shards.is_compact(self.engine.module)
         loadable = resume.find_loadable(self.saves.folder / tag, self.ranks, self.experiment.deepspeed, compact)
         progress = load_checkpoint(self.engine, self.ledger, self.out, self.ranks, loadable)
         self.verification.forget()

@@ -33,10 +33,18 @@ universal     DeepSpeed's universal layout, for every stage
 
 from mst_scale.zero_shards.autotp import FORWARDS, asserted_of_cutting, check_cuttable, is_linear
 from mst_scale.zero_shards.comm_bytes import CommBytes, comm_bytes
-from mst_scale.zero_shards.compact_index import CompactIndex, index_of, indexes_of, mark
+from mst_scale.zero_shards.compact_index import CompactIndex, index_of, indexes_of, is_compact, mark, mark_model
 from mst_scale.zero_shards.compact_store import CompactStore
 from mst_scale.zero_shards.cuda_architectures import use_readable_architectures
-from mst_scale.zero_shards.groups import Groups, exchanges_of, groups_of, sequences_a_step, stage_count, tensor_slices
+from mst_scale.zero_shards.groups import (
+    Groups,
+    exchanges_of,
+    groups_of,
+    sequences_a_step,
+    stage_count,
+    stage_number,
+    tensor_slices,
+)
 from mst_scale.zero_shards.half_types import check_precision
 from mst_scale.zero_shards.held_values import HeldValue, held_values
 from mst_scale.zero_shards.hooks import HOOKS, Follower, install
@@ -116,12 +124,14 @@ __all__ = [
     "index_of",
     "indexes_of",
     "install",
+    "is_compact",
     "is_cut",
     "is_linear",
     "is_matrix",
     "load_checkpoint",
     "loss_scale",
     "mark",
+    "mark_model",
     "muon_shapes",
     "named_parameters",
     "on_cpu",
@@ -138,6 +148,7 @@ __all__ = [
     "shape_of",
     "shards_of",
     "stage_count",
+    "stage_number",
     "stamp",
     "state_bytes",
     "tensor_slices",

@@ -1,11 +1,12 @@
-"""The file in a checkpoint that says which weights its compact parameters store.
+"""The files in a checkpoint that say which weights its compact parameters store.
 
     <tag>/mst/compact.safetensors    for each compact parameter the packed bits of its active weights (1/8 byte per
                                      weight), with the shape of its matrix in the file's metadata
+    <tag>/mst/compact_01.safetensors …    the same of each further stage of a pipeline
 
 DeepSpeed's files of such a checkpoint hold the K values of a parameter, and zeros up to a multiple of 64.
-`weight_files` reads this file with them and gives whole matrices to all readers. A universal copy (`mst reshape`) has
-no such file: it holds matrices.
+`weight_files` reads these files with them and gives whole matrices to all readers. A universal copy (`mst reshape`) has
+no such files: it holds matrices.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import math
 from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -26,7 +28,8 @@ from mst_scale.mixed_growing import packed_bits
 from mst_scale.mixed_growing.distribution import stored_length
 from mst_scale.zero_shards.compact_index import CompactIndex
 
-FOLDER, NAME, FORMAT = "mst", "compact.safetensors", "mst_scale compact 1"
+FOLDER, NAMES = "mst", "compact*.safetensors"
+FORMAT, OF_STAGES = "mst_scale compact 1", "mst_scale compact 2"  # versions that know no stages reject the second
 
 
 class StoredIndex:
@@ -51,18 +54,27 @@ class StoredIndex:
         return first, last
 
 
-def file_of(checkpoint: Path) -> Path:
-    """Return the path of the file."""
-    return checkpoint / FOLDER / NAME
+def file_of(checkpoint: Path, stage: int = 0) -> Path:
+    """Return the path of the file of a pipeline's stage; the first one is in every checkpoint of compact storage."""
+    return checkpoint / FOLDER / (f"compact_{stage:02d}.safetensors" if stage else "compact.safetensors")
 
 
-def save(checkpoint: Path, indexes: Sequence[CompactIndex]) -> None:
-    """Write the indexes of a model; one rank does."""
-    path = file_of(checkpoint)
+def remove(checkpoint: Path) -> None:
+    """Remove the files of a checkpoint whose weights are matrices now."""
+    for path in (checkpoint / FOLDER).glob(NAMES):
+        path.unlink()
+
+
+def save(checkpoint: Path, indexes: Sequence[CompactIndex], stage: int = 0, stages: int = 1) -> None:
+    """Write the indexes of a model, or of a stage of its pipeline; one rank does."""
+    path = file_of(checkpoint, stage)
     tensors = {index.name: _bits_of(index) for index in indexes}
     shapes = {index.name: list(index.shape) for index in indexes}
+    head: dict[str, Any] = {"format": FORMAT, "shapes": shapes}
+    if stages > 1:
+        head |= {"format": OF_STAGES, "stage": stage, "stages": stages}
     try:
-        snapshot.save_tensors(tensors, path, {"mst": json.dumps({"format": FORMAT, "shapes": shapes})})
+        snapshot.save_tensors(tensors, path, {"mst": json.dumps(head)})
     except (OSError, SafetensorError) as error:
         raise OSError(f"cannot write {path}: {error}") from None
 
@@ -71,18 +83,33 @@ def read(checkpoint: Path) -> dict[str, StoredIndex]:
     """Return the indexes of a checkpoint's compact parameters by name; {} if it has none.
 
     Raises:
-        Damaged: the file cannot be read.
+        Damaged: a file is missing or cannot be read.
     """
-    path = file_of(checkpoint)
-    if not path.is_file() or (checkpoint / "zero").is_dir():
+    if not file_of(checkpoint).is_file() or (checkpoint / "zero").is_dir():
         return {}
+    found, stages = _read(file_of(checkpoint), 0)
+    for stage in range(1, stages):
+        further, of_stages = _read(file_of(checkpoint, stage), stage)
+        if of_stages != stages:
+            raise Damaged(f"{file_of(checkpoint, stage)} is of another checkpoint: copy the {FOLDER} folder again")
+        found = {**further, **found}  # stages have the same index of a tied parameter
+    return found
+
+
+def _read(path: Path, stage: int) -> tuple[dict[str, StoredIndex], int]:
+    """Return the indexes in a file, and the number of files."""
     try:
         with safe_open(path, framework="pt") as file:
             head = json.loads((file.metadata() or {}).get("mst", "null"))
-            if not isinstance(head, dict) or head.get("format") != FORMAT:
-                raise Damaged(f"{path} is not a compact index of this version ({FORMAT})")
+            if not isinstance(head, dict) or head.get("format") not in (FORMAT, OF_STAGES):
+                raise Damaged(f"{path} is not a compact index of this version ({FORMAT} or {OF_STAGES})")
+            if head.get("stage", 0) != stage:
+                raise Damaged(f"{path} is the file of stage {head['stage']}: it was renamed or copied from elsewhere")
             shapes = {name: tuple(int(side) for side in shape) for name, shape in head["shapes"].items()}
-            return {name: StoredIndex(shape, file.get_tensor(name)) for name, shape in shapes.items()}
+            found = {name: StoredIndex(shape, file.get_tensor(name)) for name, shape in shapes.items()}
+            return found, int(head.get("stages", 1))
+    except FileNotFoundError:
+        raise Damaged(f"{path} is missing: copy the checkpoint again with its {FOLDER} folder") from None
     except (SafetensorError, OSError, ValueError, KeyError) as error:
         raise Damaged(f"{path} is damaged or cut short ({error})") from None
 

@@ -21,6 +21,7 @@ from mst_scale.mixed_growing.distribution import stored_length
 from mst_scale.sparse_linear.compact import products_of
 
 _ATTRIBUTE = "mst_compact_index"
+_OF_MODEL = "mst_is_compact"
 _WIDEST = 2**31
 
 
@@ -129,6 +130,16 @@ def index_of(parameter: Any) -> CompactIndex | None:
 def indexes_of(model: nn.Module) -> list[CompactIndex]:
     """Return the indexes of a model's compact parameters, in the order of parameters."""
     return [index for p in model.parameters() if (index := index_of(p)) is not None]
+
+
+def mark_model(model: nn.Module) -> None:
+    """Say that a model has compact parameters, on every rank: a stage of a pipeline may hold none of them."""
+    setattr(model, _OF_MODEL, True)
+
+
+def is_compact(model: nn.Module) -> bool:
+    """Return whether a model has compact parameters, here or on another stage of its pipeline."""
+    return getattr(model, _OF_MODEL, False)
 
 
 @contextlib.contextmanager

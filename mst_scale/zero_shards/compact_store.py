@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from mst_scale.shard import Cut, Shard
 from mst_scale.zero_shards.compact_index import CompactIndex, index_of
 from mst_scale.zero_shards.dense_store import dense_store
-from mst_scale.zero_shards.groups import groups_of
+from mst_scale.zero_shards.groups import groups_of, tied_groups
 from mst_scale.zero_shards.step import NamedCollectives
 
 
@@ -35,6 +35,9 @@ class CompactStore:
         self.replicas = groups_of(engine).replicas
         self.parts = int(engine.sequence_parallel_size)
         self.index: list[CompactIndex | None] = [index_of(p) for p in self.parameters]
+        ties = tied_groups(engine)
+        self.tied = {i: ties[id(p)] for i, p in enumerate(self.parameters) if id(p) in ties}
+        """Of parameters that other stages of a pipeline hold too, the ranks that hold them."""
         self.slices: list[Shard] = []
         for name, index, own in zip(parameters, self.index, self.values.slices, strict=True):
             self.slices.append(own if index is None else self._equal_part(name, index))
@@ -152,9 +155,12 @@ class CompactStore:
     def reduced(self, i: int, gradient: Tensor) -> Tensor:
         """Return this rank's slice, in float32, of a dense gradient: its mean over sequences (collective).
 
-        The parts of one sequence add up, as in the gradients that DeepSpeed reduces.
+        The parts of one sequence add up, as in the gradients that DeepSpeed reduces. So do the gradients of the stages
+        that hold a tied matrix, before the mean is taken; `gradient` then has their sum.
         """
         part = self.slices[i]
+        if i in self.tied:
+            self.collectives.all_reduce(gradient, group=self.tied[i])
         ranks = ds_comm.get_world_size(self.replicas)
         sequences = ranks / self.parts
         if ranks == 1:

@@ -78,6 +78,21 @@ def stage_count(engine: Any) -> int:
     return int(engine.grid.get_pipe_parallel_world_size()) if hasattr(engine, "grid") else 1
 
 
+def stage_number(engine: Any) -> int:
+    """Return the number of this rank's stage; 0 where there is no pipeline."""
+    return int(engine.grid.get_stage_id()) if hasattr(engine, "grid") else 0
+
+
+def tied_groups(engine: Any) -> dict[int, Any]:
+    """Return, by its id, the group of ranks that hold a parameter on other stages of the pipeline too.
+
+    DeepSpeed adds up the gradients of these ranks once per step, before it reduces those of replicas.
+    """
+    if stage_count(engine) == 1:
+        return {}
+    return {id(parameter): group for parameter, group in engine.module.get_tied_weights_and_groups()}
+
+
 def tensor_slices(engine: Any) -> int:
     """Return the number of ranks that share a layer; 1 without tensor parallelism, as under an mpu of sequences."""
     knows = hasattr(engine.mpu, "get_model_parallel_world_size")

@@ -119,7 +119,7 @@ def layout_of(model: nn.Module) -> dict[str, dict[str, Any]]:
     names: Mapping[str, str] = getattr(model, "logical_names", {})
     table = {}
     for name, parameter in model.named_parameters():
-        cut = cut_of(parameter)
+        cut = stored_cut_of(parameter)
         table[name] = {
             "name": names.get(name, name),
             "shape": list(cut.shape),

@@ -20,9 +20,11 @@ from typing import Any
 from mst_scale.comm import logger
 from mst_scale.errors import UserError
 from mst_scale.zero_shards.compact_files import file_of
-from mst_scale.zero_shards.compact_index import indexes_of
+from mst_scale.zero_shards.compact_index import is_compact
+from mst_scale.zero_shards.groups import stage_count, tensor_slices
 
 COPY, MANIFEST = "universal", "manifest.json"  # of checkpoints.store, which stands above this package
+OF_A_PART = re.compile(r"mp_rank_(\d+)_model_states\.pt$")
 OF_A_RANK = re.compile(r"zero_pp_rank_(\d+)_mp_rank_\d+_(optim|model)_states\.pt$")
 
 
@@ -67,24 +69,43 @@ def explained(engine: Any, load: Callable[..., Any], args: Any, named: Any) -> I
 
 
 def _misfit(folder: Path, engine: Any) -> str | None:
-    there, here = file_of(folder).is_file(), bool(indexes_of(engine.module))
+    there, here = file_of(folder).is_file(), is_compact(engine.module)
     if there != here:
         words = {True: "only active weights (mst.compute.compact)", False: "whole matrices"}
         return f"{folder} stores {words[there]}, but this run's layers store {words[here]}"
-    return misfit(folder, int(engine.zero_optimization_stage()), _ranks(engine))
+    parts, pipeline = tensor_slices(engine) * stage_count(engine), stage_count(engine) > 1
+    return misfit(folder, int(engine.zero_optimization_stage()), _ranks(engine), parts, pipeline)
 
 
-def misfit(folder: Path, stage: int, ranks: int) -> str | None:
-    """Return how the layout that saved a checkpoint differs from this one; None if its files show no difference."""
+def misfit(folder: Path, stage: int, ranks: int, parts: int = 1, pipeline: bool = False) -> str | None:
+    """Return how the layout that saved a checkpoint differs from this one; None if its files show no difference.
+
+    Args:
+        folder: the checkpoint.
+        stage: the ZeRO stage here.
+        ranks: ranks that ZeRO shares optimizer states over.
+        parts: ranks that share a replica of the model.
+        pipeline: whether some of these are stages of a pipeline.
+    """
+    of_model = [int(match[1]) for path in folder.glob("*_model_states.pt") if (match := OF_A_PART.search(path.name))]
+    saved_parts, saved_pipeline = 1 + max(of_model, default=0), any(folder.glob("layer_*_states.pt"))
     found = [match for path in folder.glob("*_states.pt") if (match := OF_A_RANK.search(path.name))]
     saved_ranks = 1 + max((int(match[1]) for match in found), default=0)
     kind = 3 if any(match[2] == "model" for match in found) else min(len(found), 1)
     here = 1 if stage == 2 else stage  # stages 1 and 2 write the same files
-    if kind == here and (kind == 0 or saved_ranks == ranks):
+    alike = (saved_parts, saved_pipeline) == (parts, pipeline)
+    if alike and kind == here and (kind == 0 or saved_ranks == ranks):
         return None
     names = {0: "without ZeRO (stage 0)", 1: f"by {saved_ranks} rank(s) at ZeRO stage 1 or 2"}
     saved = names.get(kind, f"by {saved_ranks} rank(s) at ZeRO stage 3")
-    return f"{folder} was saved {saved}, but this run has {ranks} at stage {stage}"
+    there, here_too = (
+        "" if alike else _describe_parts(*of) for of in ((saved_parts, saved_pipeline), (parts, pipeline))
+    )
+    return f"{folder} was saved {saved}{there}, but this run has {ranks} at stage {stage}{here_too}"
+
+
+def _describe_parts(parts: int, pipeline: bool) -> str:
+    return f" with {parts} part(s) of the model{' in a pipeline' if pipeline else ''}"
 
 
 def _folder(load_dir: Path, tag: Any) -> Path | None:

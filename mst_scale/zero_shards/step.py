@@ -233,18 +233,22 @@ FLOAT64 = "mst_norm_in_float64"  # on an engine
 def norm_in_float64(engine: Any) -> None:
     """Sum the norm of gradients in float64 on all ranks and at every stage; stage 3 does so by itself.
 
-    The sum then does not depend, to float32's precision, on where parameters are cut over ranks.
+    The sum then does not depend, to float32's precision, on where parameters are cut over ranks. As in DeepSpeed's own,
+    a tied parameter of a pipeline counts on one of its stages.
     """
     setattr(engine, FLOAT64, True)
     if not hasattr(engine.optimizer, "get_grad_norm_direct") or engine.zero_optimization_stage() == 3:
         return
-    group, device = engine.optimizer.dp_process_group, engine.device
+    zero, device = engine.optimizer, engine.device
 
     def norm_of(gradients: list[torch.Tensor], parameters: Any, norm_type: float = 2) -> torch.Tensor:
         assert norm_type == 2, "DeepSpeed clips by the L2 norm"
-        mine = [g.data.double().square().sum() for g in gradients if not getattr(g, "_zero_padding", False)]
+        found = (g for g in gradients if not getattr(g, "_zero_padding", False))
+        own = [g for g, p in zip(found, parameters, strict=False) if not getattr(p, "ds_pipe_replicated", False)]
+        mine = [g.data.double().square().sum() for g in own]
         total = torch.stack(mine).sum() if mine else torch.zeros((), dtype=torch.float64, device=device)
-        ds_comm.all_reduce(total, group=group)
+        ds_comm.all_reduce(total, group=zero.dp_process_group)
+        zero._model_parallel_all_reduce(total, op=ds_comm.ReduceOp.SUM)
         norm = total.sqrt().float()
         return torch.where(norm.isfinite(), norm, norm.new_tensor(-1.0))  # DeepSpeed's mark of an overflow
 
@@ -256,14 +260,13 @@ def _over_the_model(parameters: list[Any], engine: Any) -> float:
 
     Parameters that slices or stages share count once: on the first slice, and on the stage that DeepSpeed names.
     """
-    mpu = engine.mpu
+    mpu, dtype = engine.mpu, torch.float64 if getattr(engine, FLOAT64, False) else None
     if not hasattr(mpu, "get_tensor_model_parallel_rank"):  # none, or one that knows of sequences alone
-        dtype = torch.float64 if getattr(engine, FLOAT64, False) else None
         return total_norm([p.grad for p in parameters], dtype)
     first = mpu.get_tensor_model_parallel_rank() == 0
     own = [p.grad for p in parameters if (first or is_cut(p)) and not getattr(p, "ds_pipe_replicated", False)]
     device = parameters[0].device if parameters else get_accelerator().current_device_name()
-    square = torch.tensor(total_norm(own) ** 2, dtype=torch.float64, device=device)
+    square = torch.tensor(total_norm(own, dtype) ** 2, dtype=torch.float64, device=device)
     ds_comm.all_reduce(square, group=mpu.get_model_parallel_group())
     return math.sqrt(square.item())
 

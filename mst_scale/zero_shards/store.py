@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import nn
 
-from mst_scale.zero_shards.compact_index import index_of
+from mst_scale.zero_shards.compact_index import is_compact
 from mst_scale.zero_shards.compact_store import CompactStore
 from mst_scale.zero_shards.dense_store import CutParameters, FlatPartitions, Replicated, dense_store
 from mst_scale.zero_shards.supported import check_engine
@@ -21,6 +21,6 @@ def shards_of(engine: Any, parameters: dict[str, nn.Parameter]) -> Store:
         UserError: the engine has a feature with which sparse training is not exact.
     """
     check_engine(engine)
-    if any(index_of(p) is not None for p in parameters.values()):
+    if is_compact(engine.module):  # all ranks choose alike
         return CompactStore(engine, parameters)
     return dense_store(engine, parameters)

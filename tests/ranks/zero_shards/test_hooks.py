@@ -13,7 +13,7 @@ from packaging.version import Version
 import mst_scale
 from mst_scale import zero_shards
 from mst_scale.zero_shards import HOOKS, versions
-from tests.support import pool
+from tests.support import cut_models, pool
 from tests.support.cut_sequences import mesh_of
 from tests.support.toy_engine import STAGES, mst_config, train
 from tests.support.toys import allow_fp16, deepspeed_config, toy, toy_batch
@@ -125,6 +125,28 @@ def test_norm_in_float64(stage):
     found = pool.run(norms, 2, stage, True)
     assert found[0] == found[1] == pytest.approx(float(exact), rel=1e-6)
     assert found[0] == pytest.approx(pool.run(norms, 2, stage, False)[0], rel=1e-6)
+
+
+def norms_of_stages(rank, world, stage, exact):
+    """The same of a pipeline, whose last stage has a second copy of the token embedding."""
+    _, model = cut_models.built({"pipeline": 2}, stage)
+    engine, *_ = deepspeed.initialize(
+        model=model, model_parameters=model.parameters(), config=cut_models.settings(stage)
+    )
+    if stage == 0:
+        zero_shards.step.guard_plain_step(engine)
+    if exact:
+        zero_shards.step.norm_in_float64(engine)
+    engine.train_batch(iter([cut_models.tokens_and_targets(0, k) for k in range(cut_models.BATCH // cut_models.MICRO)]))
+    return float(engine.get_global_grad_norm())
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+def test_norm_in_float64_of_a_pipeline(stage):
+    """All stages have the norm of the whole model, in which a tied parameter counts once, as in DeepSpeed's own."""
+    found = pool.run(norms_of_stages, 2, stage, True)
+    theirs = pool.run(norms_of_stages, 2, stage, False)
+    assert found[0] == found[1] == pytest.approx(theirs[0], rel=1e-6)
 
 
 def test_plain_loss():

@@ -84,3 +84,11 @@ def test_the_same_layout_and_other_failures_are_left_alone(tmp_path):
     with pytest.raises(pool.RankError) as caught:
         pool.run(loaded, 2, 2, str(tmp_path))
     assert "mst reshape" not in str(caught.value)
+
+
+def test_files_tell_how_ranks_shared_the_model(tmp_path):
+    for name in ("mp_rank_00_model_states.pt", "mp_rank_01_model_states.pt", "layer_00-model_00-model_states.pt"):
+        (tmp_path / name).touch()
+    assert misfit(tmp_path, 0, 1, parts=2, pipeline=True) is None
+    for parts, pipeline in ((1, False), (2, False), (4, True)):
+        assert "model" in misfit(tmp_path, 0, 1, parts, pipeline)

@@ -108,6 +108,33 @@ def test_a_run_ends_bit_for_bit_as_with_dense_storage(tmp_path, dense, launcher,
     assert not list(checkpoints.glob("*/mst/compact.safetensors")), "the form is dense by default"
 
 
+PIPELINE = ("model.n_layer=2", "mst.targets.lm_head=true", "pipeline.stages=2")
+
+
+@pytest.mark.parametrize(("stage", "form"), [(1, "dense"), (0, "compact")])
+def test_a_pipeline_ends_bit_for_bit_as_with_dense_storage(tmp_path, stage, form):
+    """With the head tied across its two stages; it also resumes from its compact steps, there and on one rank."""
+    keys = [word for key in (*PIPELINE, f"training.checkpoint_form={form}") for word in ("--set", key)]
+    said = pool.run(attempt, 2, arguments(tmp_path, "dense", *stored("off", stage), *keys, **RUN))
+    assert all(code == 0 for code, _ in said), said
+    run(tmp_path, "compact", "torchrun", "auto", stage, *keys)
+    assert_same(tmp_path / "compact", tmp_path / "dense")
+    starts = json.loads((tmp_path / "compact" / "run.json").read_text())["starts"]
+    assert [start["how"] for start in starts] == ["started again with another storage"] * 2 + ["finished"]
+    rows = tiny_run.rows(tmp_path / "compact"), tiny_run.rows(tmp_path / "dense")
+    small = [mine["state_bytes"] < 0.8 * theirs["state_bytes"] for mine, theirs in zip(*rows, strict=True)]
+    assert any(small) and not all(small), "some steps were compact"
+    half = store.tag_of(50)
+    assert compact_files.file_of(tmp_path / "compact" / "checkpoints" / half).is_file() == (form == "compact")
+    for out in ("again", "alone"):
+        shutil.copytree(tmp_path / "compact", tmp_path / out)
+    run(tmp_path, "again", "torchrun", "auto", stage, *keys, "--resume", half)
+    assert_same(tmp_path / "again", tmp_path / "dense")
+    run(tmp_path, "alone", "python", "auto", stage, *keys, "--set", "pipeline.stages=1", "--resume", half)
+    for mine, theirs in zip(tiny_run.rows(tmp_path / "alone"), rows[1], strict=True):
+        assert mine["loss"] == pytest.approx(theirs["loss"], rel=1e-3) and mine["sparsity"] == theirs["sparsity"]
+
+
 def test_killed_in_its_compact_steps_it_continues_compact(tmp_path, dense):
     process = begin(tmp_path, "killed", "torchrun", "auto", 2, "--set", "training.checkpoint_form=compact")
     wait_for(tmp_path / "killed" / "checkpoints" / store.tag_of(50), process)

@@ -7,6 +7,7 @@ from mst_scale.config import load
 from mst_scale.errors import UserError
 from mst_scale.plan.answer import of_tokens, plan
 from mst_scale.plan.gpus import machine
+from mst_scale.plan.traffic import tied_ends
 from tests.support.plan_configs import A100, ready
 from tests.support.tiny_run import ROOT
 
@@ -120,6 +121,18 @@ def test_a_run_whose_layers_stay_dense_says_why(overrides, fixed, reason):
     assert not answer.storage["compact_phases"] and reason in answer.storage["why_dense"]
     assert f"dense storage of sparse layers: {answer.storage['why_dense']}" in format_plan(answer)
     assert answer.memory.optimizer > 0.9 * 12 * answer.parameters / 8 / fixed.get("tensor", 1)
+
+
+def test_stages_of_a_pipeline_are_compact():
+    """They send and keep what is stored, also of the head that is tied across the first and the last."""
+    two = {"pipeline": 2}
+    compact, dense = (
+        plan(constant("gpt3_1.3b", f"mst.compute.compact={kind}"), 8, A100, fixed=two) for kind in ("auto", "off")
+    )
+    assert compact.storage["why_dense"] is None and compact.setting.pipeline == 2
+    assert compact.memory.optimizer < 0.1 * dense.memory.optimizer
+    sent = [sum(call.payload for call in tied_ends(p.experiment.model, p.setting)) for p in (compact, dense)]
+    assert 0 < sent[0] < 0.05 * sent[1]
 
 
 def test_blocks_are_stored_whole():
