@@ -10,7 +10,6 @@ mesh       pipeline, data, sequence and tensor parallelism
 exchange   the small all-reduces of masks; errors that all ranks raise together
 watchdog   detects a rank that is lost or makes no progress, and ends the others
 stragglers names a rank that is slow but works
-start_again replaces the processes by new ones, in which the run continues
 own_loops  the watchdog and the timeout of your own training loops
 parser     command lines whose errors are one line, on one rank
 """

@@ -27,6 +27,7 @@ from mst_scale import zero_shards
 from mst_scale.checkpoints import mask_files, store
 from mst_scale.comm import Mesh, Ranks, logger
 from mst_scale.config import DataConfig, Experiment, ModelConfig, to_dict
+from mst_scale.config import compact as compact_steps
 from mst_scale.config.check import smaller_model
 from mst_scale.config.deepspeed import batch_shape
 from mst_scale.config.parallel import sizes_of, without_sizes
@@ -137,7 +138,7 @@ def prepare(
     mesh = ranks.agree(lambda: Mesh(sizes)) if sizes.model > 1 else None
     ranks.agree(lambda: validation.validate(fitted, ranks.world_size, mesh))
     ledger = Ledger(fitted.model, batch, optimizer_flops(fitted.model, fitted.deepspeed))
-    stretches = ranks.agree(lambda: storage.compact_stretches(fitted))
+    stretches = ranks.agree(lambda: compact_steps.stretches(fitted))
     stretch = None if source is None else ranks.on_first(lambda: storage.stretch_of(stretches, source))
     if source is None:
         stretch = storage.stretch_after(stretches, 0, 0)

@@ -17,7 +17,6 @@ from typing import Any
 from mst_scale.checkpoints import store
 from mst_scale.checkpoints.store import MANIFEST, UNIVERSAL
 from mst_scale.comm import ParallelDims, Ranks, logger
-from mst_scale.comm.start_again import COUNT
 from mst_scale.config import Experiment, read_saved, to_dict
 from mst_scale.config.changes import result_keys
 from mst_scale.config.deepspeed import BATCH_KEYS, batch_shape, largest_micro
@@ -26,13 +25,13 @@ from mst_scale.config.support import precision_of, stage_of
 from mst_scale.errors import Damaged, UserError
 from mst_scale.run_logging import run_file
 
-# Environment variables in which launchers, Slurm and `comm.start_again` count the earlier starts of this command.
-RESTARTS = ("MST_RESTART", "MST_RESIZED", "SLURM_RESTART_COUNT", "TORCHELASTIC_RESTART_COUNT", COUNT)
+# Environment variables in which launchers and Slurm count the earlier starts of this command.
+RESTARTS = ("MST_RESTART", "MST_RESIZED", "SLURM_RESTART_COUNT", "TORCHELASTIC_RESTART_COUNT")
 AGENT = "TORCHELASTIC_RUN_ID"
 
 
 def is_restart(out: Path | None = None) -> bool:
-    """Return whether this command was started before: by a launcher, by Slurm, by torchrun, or by the run itself.
+    """Return whether this command was started before: by a launcher, by Slurm or by torchrun.
 
     torchrun does not count a start after nodes have come. It is recognized if the run in `out`, where that is given,
     was started with the same --rdzv-id.

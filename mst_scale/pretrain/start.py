@@ -23,7 +23,6 @@ from mst_scale import comm
 from mst_scale.checkpoints import store
 from mst_scale.comm import Watch, logger
 from mst_scale.comm.parser import Parser, validate_folder
-from mst_scale.comm.start_again import StartAgain, start_again
 from mst_scale.compiled import build_locks
 from mst_scale.config import RATE_DURATIONS, Experiment, load, overridden_in_recipe, read
 from mst_scale.config.check import check, check_growth
@@ -48,9 +47,6 @@ def main(argv: list[str] | None = None) -> None:
     except SystemExit:
         _stop_listening(watch)
         raise
-    except StartAgain as again:
-        watch.close()
-        start_again(again.port)
     except BaseException as error:
         watch.explain(error)
         comm.end(error)

@@ -1,9 +1,8 @@
-"""Says which steps of a run are trained with compact storage, and starts the processes again where that changes.
+"""Says which steps of a run are trained with compact storage.
 
 With `mst.compute.compact: "auto"`, each long stretch of steps of one sparsity is trained compact, and the rest of the
 run dense (`config.compact`). Where one follows the other, the run saves a checkpoint in the universal layout, which
-both load, and every rank replaces itself by a new process (`comm.start_again`). Nothing of the old engine stays in
-memory, and the new process continues as any resumed run does.
+both load, frees its engine (`zero_shards.release`), and creates another one, which continues as any resumed run does.
 """
 
 from __future__ import annotations
@@ -12,14 +11,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from mst_scale.checkpoints import mask_files
-from mst_scale.comm.launch import under_mpi
-from mst_scale.config import Experiment, compact
+from mst_scale.config import Experiment
 from mst_scale.config.compact import Stretch
-
-
-def compact_stretches(experiment: Experiment) -> list[Stretch]:
-    """Return the stretches of a run that are trained compact; [] under mpirun, where a restart is not tested."""
-    return [] if under_mpi() else compact.stretches(experiment)
 
 
 def stretch_after(stretches: list[Stretch], step: int, settled: int) -> Stretch | None:
@@ -45,6 +38,4 @@ def of_stretch(experiment: Experiment, stretch: Stretch | None) -> Experiment:
 def describe(stretches: list[Stretch]) -> str:
     """Return the line of the log that says which steps are compact."""
     steps = ", ".join(f"{one.first + 1:,} to {one.last:,}" for one in stretches)
-    return (
-        f"mst.compute.compact: steps {steps} store only active weights; the processes restart where the storage changes"
-    )
+    return f"mst.compute.compact: steps {steps} store only active weights"

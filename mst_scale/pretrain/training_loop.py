@@ -7,9 +7,11 @@ depend on the number of the step, never on the state of a generator. This is why
 from __future__ import annotations
 
 import argparse
+import copy
 import functools
 import signal
 import time
+import weakref
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -19,8 +21,6 @@ import torch.distributed as dist
 from mst_scale import comm, zero_shards
 from mst_scale.checkpoints import store
 from mst_scale.comm import Ranks, Verdict, logger
-from mst_scale.comm.launch import free_port
-from mst_scale.comm.start_again import StartAgain
 from mst_scale.config import Experiment
 from mst_scale.config.deepspeed import peak_learning_rate
 from mst_scale.config.parallel import sizes_of
@@ -55,6 +55,10 @@ class StopRequest:
 
     def _ask(self, signum: int, frame: Any) -> None:
         self.asked = True
+
+
+class _StorageChanges(Exception):
+    """Raised on all ranks where another engine continues the run."""
 
 
 class Run:
@@ -203,7 +207,7 @@ class Run:
         if pauses:
             self.pause()
         if changes:
-            self._start_again()
+            self._change_storage()
 
     def _name_straggler(self) -> None:
         """Report a rank that is much slower than the others, if there is one."""
@@ -238,13 +242,11 @@ class Run:
         found = storage.stretch_after(self.stretches, self.step, self.engine.mst.state.settled)
         return found != self.stretch and (found is None or not self.nonfinite)
 
-    def _start_again(self) -> NoReturn:
-        """Continue in new processes, from the checkpoint that has just been saved."""
+    def _change_storage(self) -> NoReturn:
+        """End the training with this engine, whose last step is saved."""
         self.record_end(STORAGE)
-        self.record.say(f"step {self.step} is saved; the storage of weights changes, and the processes start again")
-        port = self.ranks.on_first(free_port)
-        self.ranks.leave()
-        raise StartAgain(port)
+        self.record.say(f"step {self.step} is saved; the storage of weights changes, and another engine continues")
+        raise _StorageChanges
 
     def _find_step_to_undo(self, verdict: Verdict) -> int | None:
         """Return the step that a rollback must undo because of this loss, or None."""
@@ -389,7 +391,27 @@ def train(args: argparse.Namespace, experiment: Experiment, out: Path, ranks: Ra
     sizes = ranks.agree(lambda: sizes_of(experiment.deepspeed))
     replicas = resume.initial_replicas(out, ranks, sizes)
     fitted = ranks.agree(lambda: shortened(experiment, replicas))
-    prepared = prepare(fitted, out, ranks, args.resume, args.branch_decay_from, begins=starting.begins)
+    module = _train_with_one_engine(args, fitted, out, ranks, starting=starting, stop=stop)
+    while module is not None:
+        if ranks.any(not zero_shards.is_freed(module)):
+            logger.error("the previous engine was not freed, so its memory stays allocated: something still refers to it")
+        module = _train_with_one_engine(args, fitted, out, ranks, starting=Starting(), stop=stop, continues=True)
+    elastic.tell_waiting_ranks()
+    ranks.leave()
+
+
+def _train_with_one_engine(
+    args: argparse.Namespace, experiment: Experiment, out: Path, ranks: Ranks, *, starting: Starting,
+    stop: StopRequest, continues: bool = False,
+) -> weakref.ref[Any] | None:  # fmt: skip
+    """Train until the run ends, or until another engine continues it, as this one may continue one before.
+
+    Returns:
+        A reference to the module of the engine if another one continues; None if the run has ended.
+    """
+    resume_from, branch_from = ("auto", None) if continues else (args.resume, args.branch_decay_from)
+    # DeepSpeed changes the config that it is given
+    prepared = prepare(copy.deepcopy(experiment), out, ranks, resume_from, branch_from, begins=starting.begins)
     run = Run(prepared, stop, args.stop_at, args.health, command_of(args.on_event))
     begun, first = time.monotonic(), run.step
     try:
@@ -406,6 +428,8 @@ def train(args: argparse.Namespace, experiment: Experiment, out: Path, ranks: Ra
         run.end_diverged(error)
     except CorruptedError as error:
         run.end_corrupted(error)
+    except _StorageChanges:
+        return zero_shards.release(run.engine)
     finally:
         run.saves.close()
         run.record.finish_monitors()
@@ -421,5 +445,4 @@ def train(args: argparse.Namespace, experiment: Experiment, out: Path, ranks: Ra
             eval_sequences=run.training.eval_sequences,
         )
         run.record.say(run.record.summary(run.step, time.monotonic() - begun, first, compare))
-    elastic.tell_waiting_ranks()
-    ranks.leave()
+    return None

@@ -26,7 +26,7 @@ SCHEDULERS = (
     "MST_START",
 )  # fmt: skip
 # How a start ended, in run.json; a start that was killed or crashed has no such entry.
-FINISHED, STOPPED, STORAGE = "finished", "asked to stop", "started again with another storage"
+FINISHED, STOPPED, STORAGE = "finished", "asked to stop", "continued with another storage"
 PAUSED = "stopped where --stop-at says"
 CORRUPTED = "ended by silent corruption"
 DIVERGED = ("diverged", "diverged again at the same step")

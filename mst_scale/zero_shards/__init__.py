@@ -12,6 +12,7 @@ autotp        DeepSpeed's AutoTP layers, with another product; what it cannot cu
 step          the optimizer step: where it is hooked, its norm and loss scale, what stage 0 lacks
 held_values   the values that a rank keeps from one step to the next, and which of them other ranks have too
 recompute     computes a micro-batch a second time, next to training
+release       frees an engine, so that another one can follow in the same process
 state_bytes   bytes of optimizer states, master weights and gradients on this rank
 comm_bytes    bytes that this rank hands to collectives
 supported     checks that an engine has no feature of DeepSpeed with which sparse training would not be exact
@@ -55,6 +56,7 @@ from mst_scale.zero_shards.parameters import is_matrix, partitioned_construction
 from mst_scale.zero_shards.put_weights import put_reads, put_weights, stamp
 from mst_scale.zero_shards.quick_start import hasten
 from mst_scale.zero_shards.recompute import Recomputation
+from mst_scale.zero_shards.release import is_freed, release
 from mst_scale.zero_shards.saving import (
     carry_state,
     errors_after_saving,
@@ -126,6 +128,7 @@ __all__ = [
     "install",
     "is_compact",
     "is_cut",
+    "is_freed",
     "is_linear",
     "is_matrix",
     "load_checkpoint",
@@ -143,6 +146,7 @@ __all__ = [
     "place_scheduler",
     "put_reads",
     "put_weights",
+    "release",
     "saved_classes",
     "sequences_a_step",
     "shape_of",
