@@ -180,7 +180,8 @@ class BackgroundSaves:
                 outcome = f"it was not written within {self.limit / 60:g} minutes"
             outcomes = self._gather(outcome)
             failed = [(rank, error) for rank, error in enumerate(outcomes) if error not in (None, _BUSY)]
-            if failed or _BUSY not in outcomes:
+            # a copy that one rank cannot keep in memory does not end the processes of the others
+            if (failed and kept is None) or _BUSY not in outcomes:
                 break
             if not wait:
                 return None

@@ -22,7 +22,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from multiprocessing import AuthenticationError
-from multiprocessing.connection import Connection, answer_challenge, deliver_challenge  # type: ignore[attr-defined]
+from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
 from pathlib import Path
 from typing import Any
 
@@ -78,11 +78,8 @@ class Ring:
         mine = (ranks.agree(_own_address), self.listener.getsockname()[1])
         dist.all_gather_object(places, mine, group=ranks.control)
         number = neighbor_of(ranks.rank, hosts)
-        self.neighbor = Neighbor(hosts[number], *places[number], self.key)
-
-    def close(self) -> None:
-        """Close the port."""
-        self.listener.close()
+        address, port = places[number]
+        self.neighbor = Neighbor(hosts[number], address, port, self.key)
 
 
 def neighbor_of(rank: int, hosts: list[str]) -> int:

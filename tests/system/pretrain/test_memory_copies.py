@@ -44,18 +44,18 @@ def folder(tmp_path) -> Iterator[Path]:
     shutil.rmtree(found.parent, ignore_errors=True)
 
 
-@functools.cache
-def kept_by_pytest(factory, case: str) -> Path:
-    made = factory.mktemp("undisturbed")
-    plain = arguments(made, training={"save_every": 8}, **CASES[case])
-    assert pool.run(attempt, 2, plain) == [(0, "")] * 2
-    return made / "out"
-
-
-@pytest.fixture
+@pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory):
     """The folder of a run of each case, without copies in memory."""
-    return functools.partial(kept_by_pytest, tmp_path_factory)
+
+    @functools.cache
+    def run(case: str) -> Path:
+        made = tmp_path_factory.mktemp("undisturbed")
+        plain = arguments(made, training={"save_every": 8}, **CASES[case])
+        assert pool.run(attempt, 2, plain) == [(0, "")] * 2
+        return made / "out"
+
+    return run
 
 
 def assert_equal(out: Path, undisturbed: Path) -> None:
