@@ -154,6 +154,8 @@ class Saves:
 
     def _succeed(self, step: int) -> None:
         self._in_a_row = 0
+        if self._background is not None and self._background.copies is not None:
+            self._background.copies.newest = None  # older than the checkpoint: the next copy replaces it
         self._saved(step)
 
     def _fail(self, step: int, error: Exception, final: bool) -> None:

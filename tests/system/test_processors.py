@@ -15,6 +15,7 @@ LIMITS = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("limit", LIMITS)
 def test_masks_do_not_depend_on_the_instructions_of_the_cpu(limit):
     found = subprocess.run(

@@ -310,6 +310,7 @@ def test_vmap_of_attention(backend: str):
 SLOW = ("two of four", "spartan")  # torch.compile unrolls their choice for minutes
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", [name for name in CASES if name not in SLOW])
 def test_compiled(name: str):
     """Graphs end where a kernel cannot be traced, and the values and gradients are those of the layer itself."""

@@ -3,6 +3,8 @@
 import json
 import time
 
+import pytest
+
 from mst_scale.comm import stragglers
 from mst_scale.pretrain.batches import MicroBatches
 from tests.support import pool, tiny_run
@@ -39,6 +41,7 @@ def lines(results):
     return [line for _, text in results for line in text.splitlines() if "is slow" in line]
 
 
+@pytest.mark.full
 def test_a_rank_that_is_slow_to_fetch_or_to_compute_is_named_once(tmp_path):
     for where in ("fetching", "computing"):
         argv = arguments(tmp_path, where, "--steps", "15", mst=MST)

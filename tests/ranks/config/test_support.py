@@ -199,6 +199,7 @@ def check_compiled(stages: tuple[int, ...]) -> None:
             assert faults == [] and history == plain(stage, "fp32")
 
 
+@pytest.mark.full
 def test_masks_survive_compile():
     check_compiled((3,))
 

@@ -242,6 +242,7 @@ def test_common_uses_around_training(tmp_path, stage):
     assert found[0][4] == found[1][4]
 
 
+@pytest.mark.full
 def test_the_report_reads_a_trainers_folder(tmp_path):
     pool.run(reported, 1, str(tmp_path))
     assert main(["report", str(tmp_path), "--out", str(tmp_path / "page")]) == 0

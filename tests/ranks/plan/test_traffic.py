@@ -91,6 +91,7 @@ def topology_logs(rank, world, configs):
     return [measured.topology_calls(rank, world, raw, STEP) for raw in configs]
 
 
+@pytest.mark.full
 def test_every_call_of_a_topology_step():
     """Byte for byte, given what depends on the weights: how many layers each round of refinement found open, and at
     which the first bracket missed. Of rounds there are as many as are expected, give or take three."""

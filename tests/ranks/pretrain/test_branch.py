@@ -101,6 +101,7 @@ def test_shares_of_the_run_are_rejected_for_sparse_training(tmp_path):
     assert code == 2 and "set mst.sparsity" in text and text.count("\n") <= 1
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("mst", "tag", "from_step"),
     [

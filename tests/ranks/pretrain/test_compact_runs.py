@@ -75,6 +75,7 @@ def test_a_run_is_that_of_dense_storage_and_resumes(stage, form, tmp_path):
     assert all(torch.equal(value, after[key]) for key, value in before.items())
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("form", "stage"), [("compact", 2), ("dense", 3)])
 def test_a_pruned_model_is_trained_further_and_resumes(form, stage, tmp_path):
     """Its zeros are known from the weights it starts with, and after that from the masks of the checkpoint."""

@@ -90,6 +90,7 @@ def test_a_resumed_run_masks_as_it_would_have(tmp_path):
     assert [row[0] for row in again] == list(range(1, 13)) and again == whole
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("tied", [True, False])
 def test_a_run_is_exported_with_its_logits(tmp_path, tied):
     """From two ranks and their ZeRO shards, in the middle of sparse training, with the zeros."""

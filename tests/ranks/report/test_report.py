@@ -255,6 +255,7 @@ def drawable(plot: Plot) -> bool:
     return True
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("absent", [*((key,) for key in OPTIONAL), OPTIONAL[1:]], ids=lambda keys: keys[0])
 def test_rows_of_other_loops_may_lack_any_key(tmp_path, absent):
     """What does not need the key is drawn all the same, and stands in the table."""
@@ -268,6 +269,7 @@ def test_rows_of_other_loops_may_lack_any_key(tmp_path, absent):
     assert ("tokens" in told) == ("tokens" not in absent) and ("FLOPs" in told) == ("flops" not in absent)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("blocks", [("model", "data"), ("model", "data", "training", "mst")])
 def test_a_loop_of_ones_own_may_have_no_model_in_its_config(tmp_path, blocks):
     """And rows with nothing but a loss, or without any."""
@@ -432,6 +434,7 @@ def test_the_page_begins_with_the_result_in_a_sentence(tmp_path):
     assert headline(group_runs(half.runs)).startswith("At step 300 of 600: a validation loss of")
 
 
+@pytest.mark.full
 def test_losses_of_events_are_rounded(tmp_path):
     folder = runs.write(tmp_path / "run", steps=600)
     spike = {"what": "spike", "step": 340, "loss": 3.8874151706695557, "bound": 3.2, "skipped": [1, 2]}

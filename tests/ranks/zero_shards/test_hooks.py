@@ -207,6 +207,7 @@ def ends_of(rank, world, folder, stops, precision):
     return [p.detach().float().numpy().tobytes() for p in engine.module.parameters()]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_a_process_of_its_own_goes_on_bit_for_bit(precision, tmp_path):
     whole = pool.run(ends_of, 2, str(tmp_path / "whole"), (15,), precision)
@@ -359,6 +360,7 @@ def gradients_of_parts(rank, world, stage, hooked, zero=None):
         return float(engine.get_global_grad_norm())
 
 
+@pytest.mark.full
 def test_parts_of_sequences():
     whole = pool.run(gradients_of_parts, 1, 3, True)[0]
     by_buckets = {"reduce_scatter": False}  # stage 3 then divides rightly by itself, unless a bucket is full

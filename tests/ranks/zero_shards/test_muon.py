@@ -218,6 +218,7 @@ def weights_over_time(rank, world, stage, accumulation):
     return history
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("reported_fp16")
 def test_masks_and_weights_are_the_same_bits_at_every_stage_on_one_rank_or_two():
     """Two micro-batches on one rank or one on each of two, and no clipping: sums of two gradients have one order, and

@@ -57,6 +57,7 @@ def poison(folder: Path, pattern: str, target: Path) -> None:
     (folder / "manifest.json").write_text(store.sealed(manifest))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("pattern", ["*model_states.pt", "*optim_states.pt"])
 def test_a_checkpoint_with_code_in_it_is_refused(saved, tmp_path, stage, pattern):

@@ -46,6 +46,7 @@ def ended(folder, words, call, **environment):
     )
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("words", "ranks"),
     [([sys.executable], 1), (["deepspeed", "--num_accelerators", "2", "--no_local_rank"], 2)],

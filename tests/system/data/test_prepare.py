@@ -181,6 +181,7 @@ prepare.prepare(Recipe(sys.argv[1], sys.argv[2]), sys.argv[3], workers=int(sys.a
 """
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("workers", [1, 2])
 def test_a_killed_run_is_rejected_and_then_finished(
     tmp_path: Path, big_text: Path, workers: int, monkeypatch: pytest.MonkeyPatch

@@ -174,6 +174,7 @@ def with_fabric(rank, world, folder, stage):
     return found == own(rank, stage), again == found[6:]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_fabric(tmp_path, stage):
     assert pool.run(with_fabric, 1, str(tmp_path), stage) == [(True, True)]

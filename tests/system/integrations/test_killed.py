@@ -4,6 +4,8 @@ import json
 import os
 import signal
 
+import pytest
+
 from tests.support import forked, tiny_run
 
 
@@ -52,6 +54,7 @@ def ends(folder, kill_at=0, resume=None):
     return [process.exitcode for process in processes]
 
 
+@pytest.mark.full
 def test_a_killed_trainer_resumes_bit_for_bit(tmp_path):
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     assert ends(whole) == [0, 0]

@@ -56,6 +56,7 @@ def test_a_missing_compiler_is_named(copy, tmp_path):
     assert child.returncode == 1 and "no C++ compiler here" in child.stderr and "apt-get install g++" in child.stderr
 
 
+@pytest.mark.full
 def test_a_failed_installation_says_what_to_do(copy):
     child = source_environment(copy, PIP_NO_INDEX="1")  # it cannot be built, with a network or without
     assert child.returncode == 1

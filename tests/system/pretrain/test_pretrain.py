@@ -59,6 +59,7 @@ def test_each_launcher_trains_on_two_processes(tmp_path, launcher):
     assert not {"\r", "\x1b"} & {*child.stdout, *child.stderr}, "no terminal reads it"
 
 
+@pytest.mark.full
 def test_a_config_that_names_a_source_runs_in_a_fresh_folder(tmp_path):
     """As the README says it, but smaller: the corpus is made by one rank while the other waits."""
     demo = tiny_run.ROOT / "ds_configs" / "demo.json"
@@ -333,6 +334,7 @@ def test_a_restart_continues_the_run_of_its_command(tmp_path, undisturbed, how):
     assert not list((tmp_path / "out" / "checkpoints").glob("*.aside"))
 
 
+@pytest.mark.full
 def test_dropout_resumes_bit_for_bit(tmp_path):
     """Dropout's generator is seeded by (seed, step, micro-batch), so a resumed run draws what it would have drawn."""
     block = {"model": {"dropout": 0.2}}

@@ -36,6 +36,7 @@ def record_of(out):
     return json.loads((out / "run.json").read_text())
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("stage", "mst", "name"), [(1, {"method": "dense"}, "exp_avg of"), (3, MST, "shard of"), (0, MST, "exp_avg_sq of")]
 )
@@ -60,6 +61,7 @@ def test_a_run_continues_from_before_the_flip_and_ends_as_if_it_had_not_been(tmp
     assert ours.keys() == theirs.keys() and all(torch.equal(ours[key], theirs[key]) for key in ours)
 
 
+@pytest.mark.full
 def test_without_a_checkpoint_from_before_the_oldest_is_taken_with_a_warning(tmp_path):
     training = {"verify_every": 4, "save_every": 1, "keep_checkpoints": 2}
     argv = arguments(tmp_path, "out", training=training)

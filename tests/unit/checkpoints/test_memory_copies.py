@@ -137,6 +137,13 @@ def test_the_ring_of_hosts(hosts, expected):
     assert [neighbor_of(rank, list(hosts)) for rank in range(len(hosts))] == expected
 
 
+@pytest.mark.parametrize("first", ["127.0.0.1", "localhost"])
+def test_rank_0_is_reached_under_the_name_that_all_ranks_know(first, monkeypatch):
+    """Its own host may resolve that name to an address of the loopback interface."""
+    monkeypatch.setenv("MASTER_ADDR", first)
+    assert neighbors._own_address() == first
+
+
 def test_a_neighbor_keeps_parts_like_its_own(host, there, monkeypatch, caplog):
     monkeypatch.setattr(neighbors, "CHUNK", 1 << 12)
     neighbor, folder = there

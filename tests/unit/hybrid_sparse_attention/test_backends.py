@@ -194,6 +194,7 @@ def check_as_exact_as_torch(backend: str, tensors: list[torch.Tensor], pattern: 
         assert error <= max(4 * allowed[name], 2**-21), f"{name}, {pattern}, causal={causal}: {error}, torch {allowed}"
 
 
+@pytest.mark.full
 def test_other_processors(another_processor: None) -> None:
     """As exact without this machine's widest vectors."""
     for dtype, (kind, stride, causal) in itertools.product(DTYPES, LARGE):

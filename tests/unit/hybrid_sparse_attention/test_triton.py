@@ -83,6 +83,7 @@ def test_interpreted(interpreted: list[dict[str, float]], index: int) -> None:
         assert error <= (2 if "16" in INTERPRETED[index][-1] else 1) * allowed["out" if name == "out" else "grads"]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("index", range(len(RAISED)), ids=lambda i: "-".join(map(str, RAISED[i])))
 def test_interpreted_large_scores_cost_no_digits(interpreted: list[dict[str, float]], index: int) -> None:
     for name, error in interpreted[index - len(RAISED) - 4].items():

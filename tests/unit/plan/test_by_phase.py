@@ -31,6 +31,7 @@ def test_the_sparse_phase_needs_fewer_gpus():
         assert phase.fewest.gpus <= phase.best.gpus
 
 
+@pytest.mark.full
 def test_all_gpus_take_the_time_of_the_plan():
     """Where the plan recommends the config as it is."""
     experiment = ready("gpt2_small", COMPACT)

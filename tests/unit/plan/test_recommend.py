@@ -102,6 +102,7 @@ def test_every_layout_can_be_and_keeps_the_batch():
     assert {s.pipeline for s in layouts(e.model, own, 8, {"pipeline": 4})} == {4}
 
 
+@pytest.mark.full
 def test_what_is_proposed_is_the_fastest_that_keeps_its_gradients_type():
     e = ready("gpt3_175b")
     own, target = setting_of(e, 512), machine("a100-80gb", 512, network=200)

@@ -1,5 +1,7 @@
 """The table at the end of a whole run says how it stands to the run that its config records (`training.baseline`)."""
 
+import pytest
+
 from mst_scale.config import load
 from tests.ranks.pretrain.test_lengthen import run
 from tests.support import tiny_run
@@ -16,6 +18,7 @@ def reported(folder, out: str, **baseline) -> str:
     return " ".join(line.split())
 
 
+@pytest.mark.full
 def test_a_whole_run_is_compared_with_the_recorded_one(tmp_path):
     """The first run gives the facts: its loss, its FLOPs with the optimizer's; its corpus has no digest to compare."""
     assert "not comparable" in reported(tmp_path, "first", flops=1.0, val_loss=4.0)

@@ -147,6 +147,7 @@ def test_the_same_bits_for_any_number_of_threads(monkeypatch):
         assert all(torch.equal(a, b) for a, b in zip(found[0], other, strict=True))
 
 
+@pytest.mark.full
 def test_other_processors(another_processor):
     """As exact without this machine's widest vectors."""
     active, *tensors = case(70, 1600, 70, 0.9)

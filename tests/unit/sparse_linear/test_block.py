@@ -59,6 +59,7 @@ def test_interpreted(interpreted: list[dict[str, Any]], index: int) -> None:
         assert error <= allowed, name
 
 
+@pytest.mark.full
 def test_training_with_the_kernels(interpreted: list[dict[str, Any]]) -> None:
     """Ten steps at ZeRO-3, three of them topology steps; 4 layers and the tied head.
 

@@ -81,6 +81,7 @@ def test_many_rows_cost_no_digits(spread):
         assert error <= max(4 * torchs_error, 2**-24), f"{what}: {error:.1e}, torch {torchs_error:.1e}"
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_other_processors(another_processor, dtype):
     """Without this machine's widest vectors; 1100 rows are several pieces of each sum."""

@@ -62,8 +62,10 @@ def test_two_layers_that_follow_one_another_hand_on_what_lives():
     up, down = alive[:, None].expand(12, 8), alive.expand(6, 12)
     first, second = NarrowIndex(up), NarrowIndex(down)
     assert chain(first, second)
-    weights = [torch.randn(12, 8).masked_fill(~up, 0), torch.randn(6, 12).masked_fill(~down, 0), torch.randn(12)]
-    x, found = torch.randn(2, 7, 8), []
+    shapes = [(12, 8), (6, 12), (12,), (2, 7, 8)]
+    up_values, down_values, offsets, x = (torch.randn(shape, dtype=torch.float64) for shape in shapes)
+    weights = [up_values.masked_fill(~up, 0), down_values.masked_fill(~down, 0), offsets]
+    found = []
     for one, other in (
         (lambda x, w, b: first.linear(x, w, b, False), lambda x, w: second.linear(x, w, None, False)),
         (lambda x, w, b: definition(x, w, up, b), lambda x, w: definition(x, w, down)),
@@ -74,7 +76,7 @@ def test_two_layers_that_follow_one_another_hand_on_what_lives():
         found.append([y, *torch.autograd.grad(y.square().sum(), [up_weight, down_weight, bias])])
         assert hidden.shape[-1] == (5 if len(found) == 1 else 12)
     for mine, defined in zip(*found, strict=True):
-        torch.testing.assert_close(mine, defined, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(mine, defined, rtol=0, atol=1e-10)
 
 
 @pytest.mark.parametrize("heads", [1, 2])
