@@ -16,6 +16,7 @@ from mst_scale.checkpoints import memory_copies, store
 from mst_scale.run_logging.run_file import DIVERGED
 from tests.support import forked, pool, tiny_run
 from tests.support.whole_runs import MST, arguments, attempt, logged_attempt, weights, without_times
+from tests.system.pretrain.test_verification import FLIPPED_AT, flipped
 
 COPIES = {"memory_every": 3, "save_every": 8}
 COMPACT = {
@@ -272,3 +273,26 @@ def test_copies_that_the_last_start_has_not_made_are_not_used(tmp_path, folder, 
         killed(tmp_path, argv, 1, lambda: [row["step"] for row in tiny_run.rows(out)] == [1])
         assert f"the copy of step 6 in memory is not used: {why}" in (tmp_path / "logs" / "rank0").read_text()
         assert parts(folder, 6) == []
+
+
+def flipped_with_copies(rank: int, world: int, argv: list[str]) -> tuple[int, str]:
+    from mst_scale.pretrain.saving import Saves
+
+    inner = Saves.copy
+    copies_wait()
+    try:
+        return flipped(rank, world, argv, "exp_avg of")
+    finally:
+        Saves.copy = inner  # type: ignore[method-assign]
+
+
+def test_after_silent_corruption_the_copy_of_a_verified_step_is_used(tmp_path, folder, undisturbed):
+    training = {"memory_every": 4, "save_every": 100, "verify_every": 4}
+    argv, out = arguments(tmp_path, training=training, **CASES["stage 1"]), tmp_path / "out"
+    assert [code for code, _ in pool.run(flipped_with_copies, 2, argv)] == [4, 4]
+    assert parts(folder, 4) == parts(folder, 8) == [0, 1] and FLIPPED_AT == 8
+    results = pool.run(logged_attempt, 2, argv)
+    assert [code for code, _ in results] == [0, 0], results
+    assert "step 8 in memory is not used: silent corruption was found" in results[0][1]
+    assert "continues from memory, at step 4" in results[0][1]
+    assert_equal(out, undisturbed("stage 1"))
