@@ -40,8 +40,9 @@ def restore(out: Path, resume_from: str, ranks: Ranks) -> dict[str, Any] | None:
     if not held.copies or ranks.on_first(lambda: resume.effective(resume_from, out)) != "auto":
         return None
     checkpoints = out / "checkpoints"
-    reasons = ranks.on_first(lambda: _why_not(out, held.copies))
-    on_disk = _newest_on_disk(checkpoints, held.copies, ranks)
+    verified = ranks.on_first(lambda: run_file.verified(out / "run.json"))
+    reasons = ranks.on_first(lambda: _why_not(out, held.copies, verified))
+    on_disk = _newest_on_disk(checkpoints, held.copies, verified, ranks)
     for copy in sorted(held.copies, reverse=True):
         if copy.step <= on_disk:
             break
@@ -69,11 +70,16 @@ def _by_copy(held: Iterable[tuple[str, list[tuple[Copy, int]]]]) -> dict[Copy, d
     return copies
 
 
-def _why_not(out: Path, copies: dict[Copy, dict[int, list[str]]]) -> dict[Copy, str]:
-    """Return the copies from which the run cannot continue, and why."""
+def _why_not(out: Path, copies: dict[Copy, dict[int, list[str]]], verified: int | None) -> dict[Copy, str]:
+    """Return the copies from which the run cannot continue, and why.
+
+    Args:
+        out: the folder of the run.
+        copies: for each copy, the hosts that have the part of a rank.
+        verified: after silent corruption, the last step that is known to be older than it.
+    """
     starts = run_file.read(out / "run.json").get("starts", [])
     diverged = bool(starts) and starts[-1].get("how") in DIVERGED
-    verified = run_file.verified(out / "run.json")
     reasons = {}
     for copy, parts in copies.items():
         missing = [rank for rank in range(copy.ranks) if rank not in parts]
@@ -93,18 +99,16 @@ def _list_few(numbers: Sequence[int]) -> str:
     return shown if len(numbers) <= 8 else f"{shown}, … ({len(numbers)} in all)"
 
 
-def _newest_on_disk(folder: Path, copies: Iterable[Copy], ranks: Ranks) -> int:
-    """Return the step of the newest checkpoint on disk, -1 if there is none.
+def _newest_on_disk(folder: Path, copies: Iterable[Copy], verified: int | None, ranks: Ranks) -> int:
+    """Return the step of the newest checkpoint on disk, up to the verified step if there is one; -1 if there is none.
 
     Files are read only if it matters: whether one that is newer than a copy is undamaged.
     """
-    tags = ranks.on_first(lambda: store.list_tags(folder))
-    if not tags:
-        return -1
-    newest = store.step_of(folder / tags[0])
-    if newest < max(copy.step for copy in copies):
+    steps = [store.step_of(folder / tag) for tag in ranks.on_first(lambda: store.list_tags(folder))]
+    newest = max((step for step in steps if verified is None or step <= verified), default=-1)
+    if newest < max((copy.step for copy in copies if verified is None or copy.step <= verified), default=-1):
         return newest
-    sound = store.newest(folder, ranks)
+    sound = store.newest(folder, ranks, before=newest + 1)
     return -1 if sound is None else store.step_of(folder / sound)
 
 

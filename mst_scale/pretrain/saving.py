@@ -45,13 +45,13 @@ class Saves:
         self._saved, self._failed = saved, failed
         self._in_a_row = 0
         self._seconds: float | None = None
+        self._skips = False  # a copy was skipped, and this was logged
         self._memory = _Memory(prepared.out, self.ranks)
         self._memory.clear()  # of earlier starts
         self._background = _background_saves(self.engine, self.ranks, self.training)
         if self._background is not None and self.training.memory_every:
             start = self.ranks.on_first(lambda: len(prepared.run_file.starts) - 1 if prepared.run_file else 0)
             self._background.copies = self._memory.begin(start, self.training.memory_every)
-        self._waits = False  # a copy was skipped, and this was logged
 
     def save(self, step: int, state: dict[str, Any], final: bool, universal: bool = False) -> None:
         """Save a checkpoint.
@@ -102,9 +102,12 @@ class Saves:
         if background is None or background.copies is None:
             return
         if background.pending:
-            if not self._waits:
-                logger.info("no copy of step %d in memory (nor of others later): the save before is not over", step)
-            self._waits = True
+            if not self._skips:
+                logger.info(
+                    "the copy of step %d in memory is skipped, as later ones may be, because the save before it is "
+                    "still being written", step,
+                )  # fmt: skip
+            self._skips = True
             return
         about = store.describe(self.engine, self.ranks, step=step, **self.about)
         try:
