@@ -91,6 +91,17 @@ class BackgroundSaves:
         """Whether a save was started whose outcome `finish` has not returned."""
         return self._pending is not None
 
+    def prepare(self) -> None:
+        """Start the process that writes, on all ranks together, and not only at the first save.
+
+        Raises:
+            OSError: if there is no memory for it; then `start` and `keep` try again.
+            FailedElsewhere: the same, where another rank has raised the OSError.
+        """
+        self._memory()
+        with contextlib.suppress(OSError):  # the first save says so
+            self._start_process()
+
     def start(
         self, take: Callable[[Snapshot, Path], None], final: Path, *, step: int, about: dict[str, Any] | None,
         dense: bool = False, keep: int = 0, latest: bool = True,

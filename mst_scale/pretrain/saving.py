@@ -7,6 +7,7 @@ A copy in memory that fails is of no consequence.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -52,6 +53,8 @@ class Saves:
         if self._background is not None and self.training.memory_every:
             start = self.ranks.on_first(lambda: len(prepared.run_file.starts) - 1 if prepared.run_file else 0)
             self._background.copies = self._memory.begin(start, self.training.memory_every)
+            with contextlib.suppress(OSError, comm.FailedElsewhere):  # the first copy says so
+                self._background.prepare()  # it should listen when the first part of another host comes
 
     def save(self, step: int, state: dict[str, Any], final: bool, universal: bool = False) -> None:
         """Save a checkpoint.

@@ -18,6 +18,8 @@ from tests.support import forked, pool, tiny_run
 from tests.support.whole_runs import MST, arguments, attempt, logged_attempt, weights, without_times
 from tests.system.pretrain.test_verification import FLIPPED_AT, flipped
 
+pytestmark = pytest.mark.full
+
 COPIES = {"memory_every": 3, "save_every": 8}
 COMPACT = {
     "mst": {
