@@ -36,6 +36,7 @@ EXTRAS = {
         "accelerate>=1.10",
         "lightning>=2.5",
         "peft>=0.18",
+        "wandb>=0.20",
         LM_EVAL,
         SCIPY,
         TRITON,

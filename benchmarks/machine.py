@@ -5,23 +5,19 @@ from __future__ import annotations
 import os
 import platform
 from importlib.metadata import version
-from pathlib import Path
 from typing import Any
 
 import torch
+
+from mst_scale.run_logging.run_file import processor
 
 from .timing import seconds_of
 
 
 def machine(threads: int | None = None) -> dict[str, Any]:
     """Hardware, versions and load: what every result says about its machine."""
-    model = platform.processor()
-    cpuinfo = Path("/proc/cpuinfo")
-    if cpuinfo.exists():
-        names = [line.split(":", 1)[1].strip() for line in cpuinfo.read_text().splitlines() if "model name" in line]
-        model = names[0] if names else model
     return {
-        "cpu": model,
+        "cpu": processor(),
         "cores": os.cpu_count(),
         "simd": torch.backends.cpu.get_cpu_capability(),
         "threads": torch.get_num_threads() if threads is None else threads,

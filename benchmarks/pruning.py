@@ -27,7 +27,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mst_scale.comm.parser import Parser, at_least
-from mst_scale.config import ready
+from mst_scale.config.presets import ready_configs
 from mst_scale.errors import UserError
 
 from .machine import machine
@@ -57,7 +57,7 @@ class Found:
 def train(method: str, seed: int, steps: int, data: str, runs: Path) -> Path:
     """A run that is there already is used as it is."""
     out = runs / f"{method}-{seed}-{steps}"
-    argv = ["--deepspeed_config", str(ready.configs()["demo"]), "--method", method, "--out", str(out)]
+    argv = ["--deepspeed_config", str(ready_configs()["demo"]), "--method", method, "--out", str(out)]
     argv += ["--steps", str(steps), "--data", data]
     for setting in (f"training.seed={seed}", *SETTINGS, *OWN[method]):
         argv += ["--set", setting]

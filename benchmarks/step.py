@@ -103,7 +103,8 @@ def _number_or_fit(word: str) -> int | str:
 def check_options(options: argparse.Namespace) -> None:
     """Mistakes are found before ranks are started."""
     from mst_scale.config import load
-    from mst_scale.config.check import batch_shape, check
+    from mst_scale.config.check import check
+    from mst_scale.config.deepspeed import batch_shape
     from mst_scale.flops.ledger import forecast
 
     for name, least in (("rounds", 2), ("ranks", 1), ("micro-batch-size", 1), ("threads", 1), ("layers", 1)):

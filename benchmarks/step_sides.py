@@ -64,7 +64,8 @@ class Pair:
         self.device = self.dense.engine.device
 
     def _one_micro_batch(self, experiment: Any, asked: int | None) -> Any:
-        from mst_scale.config.check import batch_shape, check
+        from mst_scale.config.check import check
+        from mst_scale.config.deepspeed import batch_shape
 
         check(experiment)
         micro = asked or batch_shape(experiment.deepspeed, self.ranks.world_size)[1]

@@ -1,6 +1,6 @@
 # shellcheck shell=bash
-# The environment of a run on A100 nodes, line by line; the launchers source it. Variables that you have set already
-# stay: NCCL_DEBUG=INFO mst launch slurm … overrides one line, and an edit here changes all runs.
+# The environment of a run on A100 nodes, line by line; the launchers source it. Variables that are already set keep
+# their values: NCCL_DEBUG=INFO mst launch slurm … overrides one line, and an edit here changes all runs.
 
 if [ "${BASH_SOURCE[0]}" = "$0" ]; then # started, not sourced
     # shellcheck source-path=SCRIPTDIR
@@ -13,13 +13,13 @@ fi
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-8}"
 
 # --- CUDA's allocator ---
-# Blocks that grow instead of many of fixed size: with changing shapes (evaluation, ZeRO-3's gathers) less is lost.
+# Growing segments instead of many of fixed size: less memory is fragmented by changing shapes (evaluation, ZeRO-3).
 export PYTORCH_CUDA_ALLOC_CONF="${PYTORCH_CUDA_ALLOC_CONF:-expandable_segments:True}"
 
 # --- NCCL ---
-# Say what goes wrong, and only that. INFO shows which network is used: look at it once on a new cluster.
+# Log only warnings. INFO shows which network is used: check it once on a new cluster.
 export NCCL_DEBUG="${NCCL_DEBUG:-WARN}"
-# Sockets for meeting, and for data where there is no InfiniBand: any interface but these. "=ib0" means exactly ib0.
+# Sockets for the rendezvous, and for data without InfiniBand: any interface but these. "=ib0" means exactly ib0.
 export NCCL_SOCKET_IFNAME="${NCCL_SOCKET_IFNAME:-^lo,docker,virbr,veth}"
 # InfiniBand waits 4 µs · 2^22 = 17 s for an answer before it tries again: a busy switch must not end a run.
 export NCCL_IB_TIMEOUT="${NCCL_IB_TIMEOUT:-22}"
@@ -27,16 +27,16 @@ export NCCL_IB_TIMEOUT="${NCCL_IB_TIMEOUT:-22}"
 export TORCH_NCCL_ASYNC_ERROR_HANDLING="${TORCH_NCCL_ASYNC_ERROR_HANDLING:-3}"
 
 # --- gloo (flags and small objects between the ranks) ---
-# gloo takes the interface that the host's name resolves to. Where that is the wrong one, name one: "ib0" or "eth0".
+# gloo uses the interface that the host's name resolves to. If that is the wrong one, set it: "ib0" or "eth0".
 [ -z "${GLOO_SOCKET_IFNAME:-}" ] || export GLOO_SOCKET_IFNAME
 
 # --- DeepSpeed ---
-# Minutes that a rank waits for the others: in any collective, also while a slow disk takes a checkpoint, and for a sign
-# of life from a rank that is frozen. Whoever keeps them waiting is named, and the run starts again.
+# Minutes that a rank waits for the others: in any collective, also while a checkpoint is written to a slow disk, and for
+# a heartbeat from a frozen rank. The rank that keeps the others waiting is reported, and the run restarts.
 export DEEPSPEED_TIMEOUT="${DEEPSPEED_TIMEOUT:-30}"
 
 # --- Python ---
 # Output appears when it is written, also through ssh and in Slurm's log.
 export PYTHONUNBUFFERED="${PYTHONUNBUFFERED:-1}"
-# A crash in C++ code says where Python was.
+# After a crash in C++ code, print the Python stack.
 export PYTHONFAULTHANDLER="${PYTHONFAULTHANDLER:-1}"

@@ -24,7 +24,7 @@ command -v "$python" >/dev/null || fail "no $python here: install Python 3.10 or
 command -v "${CXX:-c++}" >/dev/null || command -v g++ >/dev/null ||
     fail "no C++ compiler here: DeepSpeed builds small operators at first use (Debian, Ubuntu: apt-get install g++)"
 
-# Reinstall only when what is to be installed has changed.
+# Reinstall only when the requirements have changed.
 wanted="$(cat setup.py constraints.txt | cksum) $extras $("$python" --version)"
 if [ "$(cat "$venv/.installed" 2>/dev/null)" != "$wanted" ]; then
     echo "Installing into $venv (a few minutes the first time) …"

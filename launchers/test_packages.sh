@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Installs the system packages that the launchers' tests can use: Slurm's daemons, an ssh server, pdsh, shellcheck.
-# Where they cannot be had (no root, no apt, no network) the tests that need them say so and are skipped.
+# If they cannot be installed (no root, no apt, no network), the tests that need them say so and are skipped.
 set -euo pipefail
 # shellcheck source-path=SCRIPTDIR
 source "$(dirname "${BASH_SOURCE[0]}")/help.sh"

@@ -268,30 +268,33 @@ class SparsityConfig:
     max: StrictFloat = Field(
         default=0.96, ge=0, lt=1, description="S_M: largest sparsity, as a fraction of the target weights."
     )
-    warmup: Duration = Field(default=1 / 14, description="Duration from dense to sparse, along a cubic.")
-    ultra: Duration = Field(default=10 / 14, description="Duration at sparsity `max`.")
-    restore: Duration = Field(default=1 / 14, description="Duration from sparse to dense.")
+    warmup: Duration = Field(
+        default=1 / 14, description="Duration of the warm-up, in which sparsity rises along a cubic."
+    )
+    ultra: Duration = Field(default=10 / 14, description="Duration of the ultra-sparse phase, at sparsity `max`.")
+    restore: Duration = Field(default=1 / 14, description="Duration of the restoration, in which sparsity falls to 0.")
     sparse_tokens: Annotated[StrictFloat, Field(gt=0, le=MAX_SPARSE_TOKENS)] | None = Field(
         default=None,
         description="Longest sparse phase of `sv`, `sd` and `gd` (warm-up, ultra and restoration together), in tokens "
-        "per parameter: longer ones are shortened in proportion. Cannot be combined with values of `warmup`, `ultra` "
+        "per parameter; longer phases are shortened in proportion. Cannot be combined with values of `warmup`, `ultra` "
         "or `restore`. `null`: no limit.",
     )
     stages: StrictInt = Field(default=5, ge=1, le=1000, description="Number of stages of a staged phase.")
     turn: Duration = Field(default=1 / 14, description="`acdc`: duration of each of its sparse and dense phases.")
     start: Duration = Field(default=0, description="`gmp`: duration of the dense phase before the warm-up.")
     warmup_moves: Literal["continuous", "staged"] = Field(
-        default="continuous", description="Whether the warm-up moves at every topology step or in stages."
+        default="continuous", description="Whether sparsity changes at every topology step of the warm-up or in stages."
     )
     restore_moves: Literal["continuous", "staged"] = Field(
-        default="staged", description="Whether restoration moves at every topology step or in stages."
+        default="staged", description="Whether sparsity changes at every topology step of the restoration or in stages."
     )
     distribution: Literal["erdos-renyi", "erk", "uniform"] = Field(
         default="erdos-renyi", description="How the sparsity is distributed over layers."
     )
     initial: Literal["magnitude", "random"] = Field(
         default="random",
-        description="First masks of a run that starts sparse; `magnitude` keeps the largest of trained weights.",
+        description="First masks of a run that starts sparse; `magnitude` keeps the largest weights, for trained "
+        "weights.",
     )
 
     def __post_init__(self) -> None:

@@ -1,7 +1,7 @@
 """Blocks of the config: frozen pydantic dataclasses whose errors are one line with the dotted key.
 
 A block declares the type, range, default and description of each key. Validation, error messages, the JSON schema
-(`config.schema`) and the tables of docs/config.md (`config.pages`) are all derived from this declaration.
+(`config.schema`) and the tables of docs/config.md (`docs/config_tables.py`) are all derived from this declaration.
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ import torch
 from mst_scale.comm.parser import Parser, at_least
 from mst_scale.config import Experiment, load
 from mst_scale.config.check import check
-from mst_scale.config.support import precision_of
+from mst_scale.config.deepspeed import precision_of
 from mst_scale.flops.ledger import forecast
 from mst_scale.methods import NoOptions
 from mst_scale.mixed_growing.config import BlockGranularity, TopologyConfig

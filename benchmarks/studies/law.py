@@ -16,7 +16,7 @@ from itertools import product
 import numpy as np
 
 from mst_scale.config import Experiment
-from mst_scale.config.check import global_batch
+from mst_scale.config.deepspeed import global_batch
 from mst_scale.errors import UserError
 from mst_scale.flops.ledger import sparse_matrices, stretches
 

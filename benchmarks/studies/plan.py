@@ -30,7 +30,8 @@ from mst_scale.config import (
     load,
     to_dict,
 )
-from mst_scale.config.check import check, global_batch, peak_learning_rate
+from mst_scale.config.check import check
+from mst_scale.config.deepspeed import global_batch, peak_learning_rate
 from mst_scale.errors import UserError
 from mst_scale.flops.budgets import of_growth
 from mst_scale.flops.formulas import dense_step_flops

@@ -1,6 +1,7 @@
-"""Turns a checkpoint into the dense form, which every layout and both storages continue from.
+"""Turns a compact checkpoint into the dense form, from which every layout and both kinds of storage can continue.
 
-DeepSpeed's files of such a checkpoint hold the values of active weights alone. The dense form is DeepSpeed's universal
+DeepSpeed's files of a compact checkpoint hold only the values of active weights. The dense form is DeepSpeed's
+universal
 layout (`zero_shards.universal`): one file per parameter with its whole matrix, and one per optimizer state.
 """
 
@@ -31,7 +32,7 @@ def make_dense(checkpoint: Path) -> dict[str, Any]:
         universal.convert(checkpoint, draft)
     except UserError as error:  # no update has been made yet, so there are no optimizer states
         shutil.rmtree(draft)
-        logger.warning("the checkpoint keeps its active weights alone: %s", error)
+        logger.warning("the checkpoint is saved with its active weights only: %s", error)
         return {}
     except RuntimeError as error:  # torch's writers report a full disk so
         shutil.rmtree(draft, ignore_errors=True)

@@ -1,4 +1,4 @@
-"""The masks' own files in a DeepSpeed checkpoint.
+"""Writes and reads the mask files in a DeepSpeed checkpoint.
 
     <tag>/mst/rank_00000.safetensors    a rank's shards: for every sparse parameter its packed bits (and the bits of
                                         what was ever active), with {shape, start, numel, active} beside, and {rows,
@@ -6,10 +6,10 @@
                                         step, phase, number of files, digests of the whole masks, dead units, own digest
     client_state["mst"]                 the same head, so that masks and weights of two checkpoints cannot be mixed
 
-Shards say which weights of the logical parameter they hold, so another number of ranks, ZeRO stage or cut of the model
-re-slices them. Files are numbered by those ranks that write one: at stage 0 the first replica's.
-Nothing is guessed: a checkpoint without masks, a file that is missing, short, altered or of another run is refused by
-name. The files hold no pickles, so that `mst inspect` runs nothing that a checkpoint may carry.
+Shards record which weights of the logical parameter they hold, so they can be resliced for another number of ranks,
+ZeRO stage or split of the model. Files are numbered by the ranks that write one: at stage 0, those of the first
+replica. Nothing is guessed: a checkpoint without masks, and a file that is missing, truncated, altered or of another
+run, is rejected by name. The files hold no pickles, so that `mst inspect` runs nothing that a checkpoint may carry.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def save(checkpoint: Path, state: MaskState, step: int, units: Mapping[str, tupl
 def describe(
     state: MaskState, step: int, digests: Mapping[str, int], files: int, units: Mapping[str, tuple[int, int]]
 ) -> dict[str, Any]:
-    """Return the head of the mask files, which is the same on every rank."""
+    """Return the head of the mask files, which is the same on all ranks."""
     point = state.schedule.at(step)
     return {
         "format": FORMAT,
@@ -114,12 +114,12 @@ def write(checkpoint: Path, state: MaskState, rank: int, head: Mapping[str, Any]
 
 
 def file_of(checkpoint: Path, rank: int) -> Path:
-    """Return the path of the masks that one rank has saved."""
+    """Return the path of the mask file of one rank."""
     return checkpoint / FOLDER / f"rank_{rank:05d}.safetensors"
 
 
 def digest_of(head: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> str:
-    """Return the sha256 of a file's head and tensors, whatever order the tensors are in."""
+    """Return the SHA-256 of a file's head and tensors, independent of the order of the tensors."""
     digest = hashlib.sha256(json.dumps(head).encode())  # a JSON round trip keeps the order of keys
     for name in sorted(tensors):
         digest.update(f"{name} {tensors[name].dtype} {list(tensors[name].shape)}".encode())
@@ -132,7 +132,7 @@ def digest_of(head: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> s
 
 @dataclass(frozen=True)
 class Masks:
-    """All masks of a checkpoint, as its ranks have written them."""
+    """All masks of a checkpoint, as its ranks wrote them."""
 
     head: dict[str, Any]
     ranks: list[dict[str, StoredMask]]
@@ -177,19 +177,19 @@ def restore(checkpoint: Path, state: MaskState, saved: Mapping[str, Any] | None)
 
 
 def _fitting(checkpoint: Path, state: MaskState, saved: Mapping[str, Any] | None, names: Collection[str]) -> Masks:
-    """Return the masks of a checkpoint if they are this run's."""
+    """Return the masks of a checkpoint if they belong to this run."""
     if saved is None:
         raise UserError(
-            f"{checkpoint} holds no masks: it was saved without sparse training. Start a new run from its weights "
+            f"{checkpoint} has no masks: it was saved without sparse training. Start a new run from its weights "
             "(--init RUN with another --out; in your own loop mst_scale.warm_start(engine, CHECKPOINT, "
             "weights_only=True)), or continue it with method dense"
         )
     source = _with_masks(checkpoint, saved)
     found = read_all(source, {mask.name: mask.shard for mask in state.masks})
     if found.head != dict(saved):
-        raise UserError(f"{checkpoint / FOLDER} holds the masks of another checkpoint: copy it again with its own")
+        raise UserError(f"{checkpoint / FOLDER} belongs to another checkpoint: copy the checkpoint again as a whole")
     if sorted(found.head["names"]) != sorted(names):
-        raise UserError(f"{checkpoint} holds masks of other parameters: mst.targets or the model has changed")
+        raise UserError(f"{checkpoint} has masks for other parameters: restore mst.targets and the model")
     before = {"granularity": "element", **found.head}  # files from before there were blocks do not say
     same = {
         "schedule": schedules.is_same_until(before["schedule"], state.schedule, int(found.head["step"])),
@@ -209,8 +209,8 @@ def _fitting(checkpoint: Path, state: MaskState, saved: Mapping[str, Any] | None
             old = ", with mst.sparsity.sparse_tokens=null for a run of mst-best from before 0.2"
             limit = old if what == "schedule" else ""
             raise UserError(
-                f"{checkpoint} was trained with another {what} of sparsity: keep training.steps, the seed and the mst "
-                f"block as they were{limit}, or continue dense with --method dense"
+                f"{checkpoint} was trained with another {what} of the masks: restore training.steps, the seed and the "
+                f"mst block{limit}, or continue dense with --method dense"
             )
     return found
 
@@ -218,7 +218,8 @@ def _fitting(checkpoint: Path, state: MaskState, saved: Mapping[str, Any] | None
 def _with_masks(checkpoint: Path, state: Mapping[str, Any]) -> Path:
     """Return the folder that holds a checkpoint's masks: its own, or that of the checkpoint it was made from.
 
-    DeepSpeed's ds_to_universal copies none. Those that lie beside its copy, or around it, are known by their head.
+    DeepSpeed's ds_to_universal does not copy masks. Masks next to its copy, or in a folder above it, are recognized by
+    their head.
     """
     if (checkpoint / FOLDER).is_dir() or not (checkpoint / "zero").is_dir():
         return checkpoint
@@ -230,16 +231,17 @@ def _with_masks(checkpoint: Path, state: Mapping[str, Any]) -> Path:
             if isinstance(head, dict) and all(head.get(key) == value for key, value in state.items()):
                 return folder
     raise UserError(
-        f"{checkpoint} holds no masks, as DeepSpeed's ds_to_universal copies none: make a copy that has them with "
-        "mst reshape CHECKPOINT OUT, where CHECKPOINT is what it was made from"
+        f"{checkpoint} has no masks, because DeepSpeed's ds_to_universal does not copy them: convert the original "
+        "checkpoint with mst reshape CHECKPOINT OUT instead"
     )
 
 
 def read_all(checkpoint: Path, wanted: Wanted | None = None) -> Masks:
-    """Every rank's file, each whole and all of the same save.
+    """Return the contents of all ranks' files, after checking that each is complete and all are of the same save.
 
-    With `wanted`, beside rank 0's only those that hold some of these shards: a rank of a thousand would else read what
-    all of them have written. Together the ranks read every file, and the digests of the whole masks cover them all.
+    With `wanted`, only rank 0's file and the files that hold some of these shards are read; otherwise each of a
+    thousand ranks would read a thousand files. Together the ranks read every file, and the digests of whole masks cover
+    them all.
     """
     head, shards = read(file_of(checkpoint, 0))
     ranks = [shards]
@@ -249,13 +251,13 @@ def read_all(checkpoint: Path, wanted: Wanted | None = None) -> Masks:
             continue
         other, shards = read(path)
         if other != head:
-            raise Damaged(f"{path} is of another run or step than {file_of(checkpoint, 0).name}")
+            raise Damaged(f"{path} belongs to another run or step than {file_of(checkpoint, 0).name}")
         ranks.append(shards)
     return Masks(head, ranks)
 
 
 def _holds(path: Path, wanted: Wanted) -> bool:
-    """Whether a file says that it has some of these; one that says nothing clear is to be read, and refused."""
+    """Return whether a file may hold some of these shards; a file with an unclear head is read, and then rejected."""
     with _opened(path) as file:
         head = _said(file)
     try:
@@ -282,7 +284,7 @@ def _said(file: Any) -> Any:
 
 
 def read(path: Path) -> tuple[dict[str, Any], dict[str, StoredMask]]:
-    """(head, shards) of a file, checked against its own digest and name."""
+    """Return the head and the shards of a file, after checking its digest and its name."""
     with _opened(path) as file:
         tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 (not a dict)
         head = _said(file)
@@ -292,7 +294,7 @@ def read(path: Path) -> tuple[dict[str, Any], dict[str, StoredMask]]:
         raise Damaged(f"{path} is damaged: its contents do not match its digest")
     rank, layers = head.pop("rank"), head.pop("layers")
     if path.name != file_of(path, rank).name:
-        raise Damaged(f"{path} is the file of rank {rank}: it was renamed or copied from elsewhere")
+        raise Damaged(f"{path} contains the masks of rank {rank}: it was renamed or copied from elsewhere")
     return head, {
         name: StoredMask(
             _shard(name, entry),

@@ -1,8 +1,8 @@
-"""Reports what the masks of a checkpoint hold, layer by layer.
+"""Reports on the masks of a checkpoint, layer by layer.
 
-Read from the mask files alone: no model is built, no pickle is opened. The digest of a layer is the SHA-256 of its
+Only the mask files are read: no model is built, and no pickle is opened. The digest of a layer is the SHA-256 of its
 whole mask, one bit per weight in flattened-parameter order (`numpy.packbits`), so that it is the same for any number of
-ranks and any ZeRO stage. A file that is missing, damaged or of another checkpoint is refused by name.
+ranks and any ZeRO stage. A file that is missing, damaged or of another checkpoint is rejected by name.
 """
 
 from __future__ import annotations
@@ -39,15 +39,15 @@ class Report:
     checkpoint: Path
     step: int
     phase: str
-    """Of the step that comes next, as `metrics.jsonl` has it."""
+    """Phase of the next step, as in `metrics.jsonl`."""
     sparsity: float
     """Share of the sparse parameters' weights that are not active."""
     target_sparsity: float
     granularity: dict[str, int] | str | None
-    """What lives and dies together: "element", or {"block": B, "min_blocks": m}; None: trained without sparsity."""
+    """Which weights are masked as a whole: "element", or {"block": B, "min_blocks": m}; None if trained dense."""
     layers: list[LayerReport]
     dead_units: dict[str, list[int]] = field(default_factory=dict)
-    """[dead, all] units by kind, as they were counted when it was saved; empty where none were."""
+    """[dead, all] units by kind, counted when the checkpoint was saved; empty if they were not counted."""
 
     def to_dict(self) -> dict[str, Any]:
         return {**asdict(self), "checkpoint": str(self.checkpoint)}

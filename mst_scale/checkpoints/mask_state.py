@@ -1,4 +1,4 @@
-"""Holds the masks of a run on this rank, with all that a checkpoint keeps about them."""
+"""Holds the masks of a run on this rank, and everything that a checkpoint stores about them."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ class MaskState:
 
     masks: MaskSet
     exchange: Exchanges
-    """For each mask, the ranks that hold the rest of its parameter."""
+    """For each mask, the ranks that hold the other parts of its parameter."""
     everyone: Exchange
-    """All ranks that save and load together, replicas too."""
+    """All ranks that save and load together, including replicas."""
     stages: Stages
     writes: bool
-    """Whether this rank's shards go into a checkpoint: at ZeRO-0 those of one replica do."""
+    """Whether this rank's shards are written into a checkpoint: at ZeRO-0, only those of one replica are."""
     schedule: Schedule
     seed: int
     granularity: dict[str, int] | str
@@ -37,7 +37,7 @@ class MaskState:
     settled: int = 0
     """The last step whose topology work is done."""
     digests: list[int] = field(default_factory=list)
-    """Of this rank's masks as wholes."""
+    """Digests of the whole masks of this rank's parameters."""
     active: dict[str, int] = field(default_factory=dict)
     """Active weights of every masked parameter of the model."""
     changes: Sequence[Change] = ()

@@ -1,8 +1,8 @@
 """Keeps the configuration of a transformers model in its checkpoints, so that they can be exported and evaluated.
 
-DeepSpeed's files hold weights and no architecture. Trainer writes a `config.json` beside its checkpoints; Accelerate
-and a loop of your own do not. `<tag>/transformers_config.json` is that file, with a block `mst_scale` (method, step,
-and the attention pattern of the step) as in the `config.json` of an exported model.
+DeepSpeed's files hold weights but no architecture. Trainer writes a `config.json` next to its checkpoints; Accelerate
+and your own training loop do not. `<tag>/transformers_config.json` is that file, with a block `mst_scale` (method,
+step, and the attention pattern of the step) as in the `config.json` of an exported model.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What the layers of a checkpoint multiply with, where its method makes that a function of what is stored."""
+"""Reads the weights that a checkpoint's layers multiply by, if its method computes them from the stored tensors."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ STATE = "mst_weight_functions"  # in a checkpoint's client_state
 
 @dataclass(frozen=True)
 class Multiplied(Weights):
-    """Weights of which some are computed from what the files hold; the last one computed is kept."""
+    """Weights of which some are computed from the stored tensors; the last one computed is kept."""
 
     function: WeightFunction
     layers: dict[str, tuple[int, float]]
@@ -38,7 +38,7 @@ class Multiplied(Weights):
 
 
 def multiplied_weights_of(checkpoint: Path) -> Weights:
-    """As `weights_of`, of any method."""
+    """Return what `weights_of` returns, for any method."""
     weights = weights_of(checkpoint)
     told = any(checkpoint.glob("*_model_states.pt"))  # weights alone may lie there, as others have converted them
     state = opened(model_files(checkpoint)[0][0]).get(STATE) if told else None

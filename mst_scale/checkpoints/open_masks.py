@@ -1,4 +1,4 @@
-"""Masks in an open format, for tools that know nothing of ours: one safetensors file, a parameter's name → its mask.
+"""Reads and writes masks in an open format for other tools: one safetensors file, parameter name → mask.
 
 bool of the parameter's shape       true where the weight is kept; what a notebook writes with `save_file`
 uint8, one bit a weight             in the order of `numpy.packbits` over the flattened parameter; the shapes stand
@@ -27,7 +27,7 @@ Named = Iterable[tuple[str, Tensor]]
 
 
 def write(path: Path, masks: Named, packed: bool = False) -> int:
-    """Write (name, bool mask) pairs; how many there were."""
+    """Write (name, bool mask) pairs, and return their number."""
     tensors, shapes = {}, {}
     for name, mask in masks:
         shapes[name] = list(mask.shape)
@@ -44,22 +44,22 @@ class OpenMasks:
     def __init__(self, path: Path):
         self.path = path
         if not path.is_file():
-            raise UserError(f"there is no file of masks {path}: mst masks SOURCE {path} writes one")
+            raise UserError(f"there is no mask file {path}: create it with mst masks SOURCE {path}")
         try:
             with safe_open(path, framework="pt") as file:
                 self.names = list(file.keys())
                 self.shapes = json.loads((file.metadata() or {}).get("shapes", "{}"))
         except (SafetensorError, OSError, ValueError) as error:
-            raise Damaged(f"{path} is not a file of masks in safetensors ({error})") from None
+            raise Damaged(f"{path} is not a safetensors file of masks ({error})") from None
 
     def mask(self, name: str, shape: tuple[int, ...]) -> Tensor:
         """Return the mask of a parameter of this shape, as bool."""
         with safe_open(self.path, framework="pt") as file:
             found: Tensor = file.get_tensor(name)
         packed = found.dtype == torch.uint8 and found.dim() == 1 and len(shape) > 1
-        told = tuple(self.shapes.get(name, shape if packed else found.shape))
-        if told != shape or (packed and found.numel() != packed_bits.byte_count(math.prod(shape))):
-            raise UserError(f"{self.path}: the mask of {name} has shape {told}, the parameter {shape}")
+        stated = tuple(self.shapes.get(name, shape if packed else found.shape))
+        if stated != shape or (packed and found.numel() != packed_bits.byte_count(math.prod(shape))):
+            raise UserError(f"{self.path}: the mask of {name} has shape {stated}, but the parameter has {shape}")
         return packed_bits.unpack(found, math.prod(shape)).view(shape) if packed else found != 0
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
@@ -89,7 +89,7 @@ def _of_checkpoint(checkpoint: Path) -> Named:
 
 
 def _of_zeros(files: Iterable[Path]) -> Named:
-    """Matrices that have zeros."""
+    """Yield the masks of the matrices that have zeros."""
     for path in files:
         with safe_open(path, framework="pt") as file:
             for name in file.keys():  # noqa: SIM118  (no dict)

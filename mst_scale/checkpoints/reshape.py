@@ -1,10 +1,10 @@
-"""Makes the copy of a checkpoint with which a run continues on other ranks or at another ZeRO stage.
+"""Makes the copy of a checkpoint from which a run continues on other ranks or at another ZeRO stage.
 
-Through DeepSpeed's universal checkpoints: every parameter whole, in files of its own (fp32 weights, both moments of
-Adam, step), which each rank slices as it needs (`zero_shards.universal`). The masks, which DeepSpeed does not copy, are
-carried along; everything is checked to be there, digested and sealed with a manifest.
+The copy is a DeepSpeed universal checkpoint: every parameter as a whole, in separate files (fp32 weights, both moments
+of Adam, step), of which each rank reads the slices that it needs (`zero_shards.universal`). DeepSpeed does not copy the
+masks, so they are copied here. The result is checked for completeness and sealed with a manifest of digests.
 
-The result is `<checkpoint>/universal`, or a folder of its own. A half-made one has the ending `.partial`.
+It is written to `<checkpoint>/universal` or to another folder; the name of an unfinished copy ends in `.partial`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from mst_scale.zero_shards import compact_files, universal
 
 @dataclass(frozen=True)
 class Reshaped:
-    """What `reshape` has made."""
+    """The result of `reshape`."""
 
     checkpoint: Path
     universal: Path
@@ -40,7 +40,7 @@ class Reshaped:
 
 
 def reshape(path: Path, out: Path | None = None) -> Reshaped:
-    """Make the universal copy of a checkpoint, or of a run's newest whole one; `out` is of the same kind as `path`."""
+    """Make the universal copy of a checkpoint, or of a run's latest one; `out` is of the same kind as `path`."""
     start = time.monotonic()
     source = store.locate(path)
     target = _target(path, source, out)

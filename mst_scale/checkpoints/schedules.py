@@ -1,4 +1,4 @@
-"""The schedule in a mask file: written as JSON; the text that version 0.1 wrote is read too."""
+"""Writes the schedule in a mask file as JSON, and reads it; text written by version 0.1 can be read as well."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from mst_scale.sparsity_variation import PHASES, Schedule
 
 
 def to_json(schedule: Schedule) -> dict[str, Any]:
-    """Return a schedule as JSON gives it back: lists, no tuples."""
+    """Return a schedule in the form in which JSON returns it: with lists instead of tuples."""
     found: dict[str, Any] = json.loads(json.dumps(asdict(schedule)))
     return found
 
 
 def from_json(value: Any) -> Schedule | None:
-    """Return the schedule that a file holds; None if it holds none that can be right."""
+    """Return the schedule in a file; None if there is none, or one that cannot be right."""
     if isinstance(value, str):
         value = _from_text(value)
     try:
@@ -31,9 +31,9 @@ def from_json(value: Any) -> Schedule | None:
 
 
 def is_same_until(value: Any, schedule: Schedule, step: int) -> bool:
-    """Whether the schedule in a file makes the same masks as ours until `step`, as that of a longer run may.
+    """Return whether the schedule in a file makes the same masks as ours until `step`, as a longer run's may.
 
-    What is due at the next step is prepared before it.
+    The step after `step` is compared too, because its work is prepared in advance.
     """
     before = from_json(value)
     return before is not None and (before == schedule or before.parts_from(schedule, step + 1) is None)
@@ -54,7 +54,7 @@ def _from_text(text: str) -> dict[str, Any] | None:
 
 
 def _is_sound(schedule: Schedule) -> bool:
-    """Whether the numbers are those of a schedule, and the phases cover the run without gaps."""
+    """Return whether the numbers can form a schedule, and the phases cover the run without gaps."""
     whole = [*schedule.cosine_bounds, *(n for phase in schedule.phases for n in (phase.start, phase.stages))]
     shares = (schedule.max_sparsity, schedule.update_fraction, schedule.update_decay)
     if schedule.interval < 1 or min(whole, default=0) < 0 or not all(0 <= share <= 1 for share in shares):

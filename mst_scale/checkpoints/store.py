@@ -1,9 +1,9 @@
-"""Saves checkpoints so that a run killed at any moment has a whole one to continue from.
+"""Saves checkpoints so that a run killed at any moment has a complete one to continue from.
 
-A checkpoint is a folder of DeepSpeed's own layout, `checkpoints/<tag>/`. It is written as `<tag>.partial`, digested
-file by file, sealed with a `manifest.json`, and only then renamed and named in `latest`. So a folder without `.partial`
-is whole unless a disk damaged it later, and that the digests tell. Older checkpoints go only after the newer one has
-been read back from disk and matches its digests.
+A checkpoint is a folder with DeepSpeed's own layout, `checkpoints/<tag>/`. It is written as `<tag>.partial`, sealed
+with a `manifest.json` that has the digest of every file, and only then renamed and named in `latest`. A folder without
+`.partial` is therefore complete, unless the disk damaged it later, which the digests reveal. Older checkpoints are
+removed only after the newer one has been read back from disk and matches its digests.
 """
 
 from __future__ import annotations
@@ -55,9 +55,9 @@ def save(
     sizes: ParallelDims = WHOLE,
     complete: Callable[[Path], dict[str, Any]] | None = None,
 ) -> float:
-    """One checkpoint on all ranks, whole or not at all; the seconds it took.
+    """Save one checkpoint on all ranks, completely or not at all; return the seconds it took.
 
-    A full disk is an OSError that leaves the older ones alone. `batch` is the global batch, to be kept on other ranks,
+    A full disk raises an OSError; older checkpoints stay. `batch` is the global batch, to be kept on other ranks,
     and `micro` the sequences of it that a rank computes at a time. `optimizer` names the code that updates weights.
     `complete` may change what the ranks have written, on one of them; what it returns is added to the manifest.
     """
@@ -102,12 +102,12 @@ def newest(folder: Path, ranks: Ranks, before: int | None = None) -> str | None:
         if not ranks.any(bool(faults)):
             return str(tag)
         if faults:
-            logger.error("checkpoint %s is damaged: %s; trying the one before it", folder / tag, faults[0])
+            logger.error("checkpoint %s is damaged: %s; trying the previous one", folder / tag, faults[0])
     return None
 
 
 def list_tags(folder: Path) -> list[str]:
-    """Whole checkpoints, newest first, and no leftovers of killed saves."""
+    """Return the tags of complete checkpoints, latest first, without leftovers of killed saves."""
     if not folder.is_dir():
         return []
     found = [path for path in folder.iterdir() if path.is_dir() and not path.name.endswith(PARTIAL)]
@@ -115,14 +115,14 @@ def list_tags(folder: Path) -> list[str]:
 
 
 def locate(path: Path) -> Path:
-    """Return the checkpoint that a path means: itself, or the newest complete one of the run that lies there.
+    """Return the checkpoint that a path refers to: itself, or the latest complete one of the run in this folder.
 
-    The run may be one of `pretrain`, Trainer, Accelerate or a loop of your own.
+    The run may be one of `pretrain`, Trainer, Accelerate or your own training loop.
     """
     if path.name.endswith(PARTIAL):
-        raise UserError(f"{path} is a save that did not finish: name another checkpoint")
+        raise UserError(f"{path} is an unfinished save: choose another checkpoint")
     if not path.is_dir():
-        raise UserError(f"there is no folder {path}: give a run's folder or a checkpoint's")
+        raise UserError(f"there is no folder {path}: give the folder of a run or of a checkpoint")
     if _is_checkpoint(path):
         return path
     folder = path / "checkpoints" if (path / "checkpoints").is_dir() else path
@@ -131,15 +131,15 @@ def locate(path: Path) -> Path:
         faults = damage(folder / tag)
         if not faults:
             return folder / tag
-        logger.error("checkpoint %s is damaged: %s; trying the one before it", folder / tag, faults[0])
+        logger.error("checkpoint %s is damaged: %s; trying the previous one", folder / tag, faults[0])
     if tags:
-        raise Damaged(f"no checkpoint in {folder} is whole")
+        raise Damaged(f"every checkpoint in {folder} is damaged")
     for place in dict.fromkeys((path, folder)):
         if (other := _of_other_loops(place)) is not None:
             return other
     raise UserError(
-        f"{path} holds no checkpoint: give a run's folder, one of its checkpoints/step…, or a folder that Trainer, "
-        "Accelerate or engine.save_checkpoint has written"
+        f"{path} contains no checkpoint: give the folder of a run, one of its checkpoints/step…, or a folder "
+        "written by Trainer, Accelerate or engine.save_checkpoint"
     )
 
 
@@ -187,7 +187,7 @@ def _numbered(folder: Path, prefix: str) -> list[tuple[int, Path]]:
 
 
 def head(checkpoint: Path) -> dict[str, Any] | None:
-    """Return a checkpoint's manifest; None where it has none (it was not saved by `pretrain`)."""
+    """Return a checkpoint's manifest; None if it has none (because it was not saved by `pretrain`)."""
     return _manifest(checkpoint) if (checkpoint / MANIFEST).is_file() else None
 
 
@@ -224,7 +224,7 @@ def layout(world_size: int, stage: int, sizes: ParallelDims = WHOLE) -> dict[str
 
 
 def find_mismatch(checkpoint: Path, here: dict[str, Any]) -> str | None:
-    """Why those of this `layout` cannot load it as it is; None where they can."""
+    """Return why ranks with this `layout` cannot load a checkpoint as it is; None if they can."""
     saved = {**here, **WHOLE_KEYS, **(head(checkpoint) or {})}
     here = {**WHOLE_KEYS, **here}
     same_files = saved["stage"] == here["stage"] or {saved["stage"], here["stage"]} == {1, 2}
@@ -234,7 +234,7 @@ def find_mismatch(checkpoint: Path, here: dict[str, Any]) -> str | None:
         return None
     return (
         f"{checkpoint} was saved by {saved['ranks']} ranks{_cut_in_words(saved)} at ZeRO stage {saved['stage']}, "
-        f"and here are {here['ranks']}{_cut_in_words(here)} at stage {here['stage']}"
+        f"but this run has {here['ranks']}{_cut_in_words(here)} at stage {here['stage']}"
     )
 
 
@@ -254,7 +254,7 @@ def damage(checkpoint: Path, ranks: Ranks | None = None, within: str = "") -> li
 
 
 def faults_of(folder: Path, files: dict[str, dict[str, Any]], names: Iterable[str]) -> list[str]:
-    """Read these files back and return how they differ from what `files` says of them."""
+    """Read these files back and return how they differ from their entries in `files`."""
     faults = []
     for name in names:
         path = folder / name
@@ -268,14 +268,14 @@ def faults_of(folder: Path, files: dict[str, dict[str, Any]], names: Iterable[st
 
 
 def check_undamaged(checkpoint: Path, ranks: Ranks) -> None:
-    """Raise an OSError on all ranks if a file of the checkpoint is not as it was saved."""
+    """Raise an OSError on all ranks if a file of the checkpoint has changed since it was saved."""
     faults = damage(checkpoint, ranks)
     if faults:
         raise OSError(f"checkpoint {checkpoint} is damaged: {faults[0]}")
 
 
 def file_digest(path: Path) -> str:
-    """sha256 of a file, reading 1 MiB at a time."""
+    """Return the SHA-256 of a file, reading 1 MiB at a time."""
     digest = hashlib.sha256()
     with path.open("rb") as file:
         while chunk := file.read(1 << 20):
@@ -303,7 +303,7 @@ def write_if_possible(path: Path, text: str) -> None:
     try:
         write_atomically(path, text)
     except OSError as error:
-        logger.error("cannot write %s (%s): the run goes on without", path, error)
+        logger.error("cannot write %s (%s): the run continues without it", path, error)
 
 
 def step_of(checkpoint: Path) -> int:
@@ -319,7 +319,7 @@ def _fresh(draft: Path) -> None:
 
 
 def copy(engine: Any, snapshot: Snapshot, draft: Path, state: dict[str, Any]) -> None:
-    """Put what a save would write to the folder `draft` into a snapshot, on all ranks together."""
+    """Put the files that a save would write to the folder `draft` into a snapshot, on all ranks together."""
     _write(engine, draft.parent, draft.name, state, snapshot)
 
 
@@ -389,9 +389,9 @@ def seal_alone(draft: Path, final: Path, about: dict[str, Any]) -> None:
 
 
 def set_aside(folder: Path, step: int) -> None:
-    """Take the checkpoints after `step`, to which a run was set back, out of its way: they are of another course.
+    """Set aside the checkpoints after `step`, to which a run goes back: they are of another course or damaged.
 
-    Or they are damaged. They stay as `<tag>.aside` until the run passes that step.
+    They stay as `<tag>.aside` until the run passes that step.
     """
     later = [tag for tag in list_tags(folder) if step_of(folder / tag) > step]
     for tag in later:
@@ -403,7 +403,7 @@ def set_aside(folder: Path, step: int) -> None:
 
 
 def prune(folder: Path, keep: int, step: int) -> None:
-    """Remove older checkpoints. `step` was just verified: it and the newest before it stay."""
+    """Remove older checkpoints. `step` was just verified: it and the latest ones before it stay."""
     past = [tag for tag in list_tags(folder) if step_of(folder / tag) <= step]
     for tag in past[keep:]:
         _remove(folder / tag)

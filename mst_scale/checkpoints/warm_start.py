@@ -1,8 +1,9 @@
 """Continues a run, or begins one, from a checkpoint's weights without its optimizer states.
 
-`mst reshape` carries the states of Adam and its like to other ranks and ZeRO stages. For another optimizer, or a model
-with frozen parameters, `warm_start` takes from the checkpoint what does not depend on either: fp32 weights, frozen
-parameters and buffers, masks, step, and the learning-rate schedule's place. The optimizer starts afresh, as at step 0.
+`mst reshape` converts the states of Adam and similar optimizers for other ranks and ZeRO stages. For another optimizer,
+or a model with frozen parameters, `warm_start` loads from the checkpoint what does not depend on the optimizer: fp32
+weights, frozen parameters and buffers, masks, step, and the position in the learning-rate schedule. Optimizer states
+are empty, as at step 0.
 A checkpoint without masks (of dense training) gets those that the schedule asks for at its step, by magnitude. With
 `weights_only` the run starts at step 0 of its own schedule with these weights: from dense to sparse training.
 
@@ -48,13 +49,13 @@ def warm_start(engine: Any, checkpoint: Path | str, *, weights_only: bool = Fals
     """
     source = Path(checkpoint)
     if engine.global_steps:
-        raise UserError("warm_start comes before the first step: this engine has taken some")
+        raise UserError("call warm_start before the first step: this engine has already taken steps")
     if not weights_only:
         engine.mst.loading(source)
     state = take_weights(engine, source)
     if weights_only:
         engine.mst.begin_with_these_weights()
-        logger.info("%s: its weights are taken; the run begins at step 0", source)
+        logger.info("%s: weights loaded; the run begins at step 0", source)
         return 0
     masked = (source / mask_files.FOLDER).is_dir()
     if masked:
@@ -70,14 +71,14 @@ def warm_start(engine: Any, checkpoint: Path | str, *, weights_only: bool = Fals
     else:
         engine.mst.begin_with_these_weights()
     what = "weights, masks and" if masked else "weights (it has no masks) and"
-    logger.info("%s: %s step %d are taken over; the optimizer starts afresh", source, what, engine.global_steps)
+    logger.info("%s: %s step %d loaded; the optimizer starts with empty states", source, what, engine.global_steps)
     return int(engine.global_steps)
 
 
 def take_weights(engine: Any, source: Path) -> dict[str, Any]:
-    """Put weights, frozen parameters and buffers of a checkpoint into the engine.
+    """Load the weights, frozen parameters and buffers of a checkpoint into the engine.
 
-    Any ZeRO stage and number of ranks may have saved it. Returns what its first file holds beside them.
+    Any ZeRO stage and number of ranks may have saved it. Returns the other contents of its first file.
     """
     if faults := store.damage(source) if store.head(source) else []:
         raise Damaged(f"{source} is damaged: {faults[0]}")
@@ -93,7 +94,7 @@ def _fill(engine: Any, source: Path, trained: Weights, untrained: dict[str, torc
         shape = trained.shapes.get(name) or (tuple(untrained[name].shape) if name in untrained else None)
         if shape != tuple(zero_shards.shape_of(parameter)):
             here = tuple(zero_shards.shape_of(parameter))
-            raise UserError(f"{source}: {name} has shape {shape} there and {here} in this model")
+            raise UserError(f"{source}: {name} has shape {shape} in the checkpoint, but {here} in this model")
 
     def read(shard: Shard) -> torch.Tensor:
         if shard.name in trained.shapes:

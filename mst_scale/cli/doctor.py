@@ -5,7 +5,9 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-ABOUT = """\
+from mst_scale.cli import add_command
+
+TEXT = """\
 Prints one line per check, with a fix for each problem that it finds. The quick check takes seconds and compiles and
 trains nothing: it compares versions with those supported and tested, and checks memory and disk, locks of killed
 builds, ranks that disagree, and the network between them. --full adds checks that take minutes when kernels and
@@ -18,9 +20,8 @@ whose masks must be the same on all ranks, and what "auto" chooses.
   skip    there is nothing to check here
 
 Under a launcher all ranks take part and rank 0 prints. A stale lock is removed, as at the start of every run. The exit
-code is 0, or 1 if something is wrong. --json prints [{"name", "verdict", "message", "fix", "numbers"} …]."""
+code is 0, or 1 if something is wrong. --json prints [{"name", "verdict", "message", "fix", "numbers"} …].
 
-EXAMPLES = """\
 examples:
   mst doctor
   mst doctor --full --json > doctor.json
@@ -34,17 +35,11 @@ examples:
 
 def add(subparsers: Any) -> None:
     """Add the command to the parser."""
-    verb = subparsers.add_parser(
-        "doctor",
-        help="check whether this machine, or a whole job, can train",
-        description=ABOUT,
-        epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    verb.add_argument("--full", action="store_true", help="also check kernels and a few steps of sparse training")
-    verb.add_argument("--json", action="store_true", help="print one JSON list")
-    verb.add_argument("--tune", action="store_true", help='--full, and measure the crossovers that "auto" reads')
-    verb.set_defaults(run=run)
+    command = add_command(subparsers, "doctor", run, "check whether this machine, or a whole job, can train", TEXT)
+    option = command.add_argument
+    option("--full", action="store_true", help="also check kernels and a few steps of sparse training")
+    option("--json", action="store_true", help="print one JSON list")
+    option("--tune", action="store_true", help='--full, and measure the crossovers that "auto" reads')
 
 
 def run(args: argparse.Namespace) -> int:

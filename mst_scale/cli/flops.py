@@ -105,7 +105,7 @@ def _names_a_model(args: argparse.Namespace) -> bool:
 
 
 def _report(experiment: Experiment, run: Forecast, args: argparse.Namespace) -> dict[str, Any]:
-    from mst_scale.config.check import batch_shape
+    from mst_scale.config.deepspeed import batch_shape
     from mst_scale.flops.formulas import head_name, optimizer_flops
     from mst_scale.flops.ledger import forecast, sparse_matrices, tiny_flops, topology_flops
 
@@ -155,7 +155,7 @@ def _report(experiment: Experiment, run: Forecast, args: argparse.Namespace) -> 
 
 def _grown(experiment: Experiment, sequences: int) -> dict[str, Any] | None:
     """Return the cost of a grown model before its first step; without figures if no smaller run is given."""
-    from mst_scale.config.growth import check_growth
+    from mst_scale.config.check import check_growth
     from mst_scale.flops.budgets import before
 
     mst = experiment.mst

@@ -39,10 +39,13 @@ def add(subparsers: Any) -> None:
     option = add_command(subparsers, "generate", run, "continue a prompt with a trained model", TEXT).add_argument
     option("model", metavar="MODEL", help="a run, a checkpoint, a compact file, or a GPT-2 of transformers")
     option("--prompt", required=True, metavar="TEXT", help="the text to continue")
-    option("--tokens", type=int, default=64, metavar="N", help="the most new tokens (default: 64)")
-    option("--temperature", type=float, default=0.8, metavar="T", help="0: the most likely token (default: 0.8)")
-    option("--top-p", type=float, default=1.0, metavar="P", help="draw from the likeliest tokens of this probability")
-    option("--seed", type=int, default=0, metavar="N", help="of the draws (default: 0)")
+    option("--tokens", type=int, default=64, metavar="N", help="maximum number of new tokens (default: 64)")
+    option("--temperature", type=float, default=0.8, metavar="T", help="0 takes the most likely token (default: 0.8)")
+    option(
+        "--top-p", type=float, default=1.0, metavar="P",
+        help="sample only from the most likely tokens that together have probability P (default: 1.0)",
+    )  # fmt: skip
+    option("--seed", type=int, default=0, metavar="N", help="seed of the sampling (default: 0)")
     option("--dtype", metavar="T", help="float32 or bfloat16 (default: as the weights are stored)")
     option("--tokenizer", metavar="NAME", help="byte, gpt2 or a .tiktoken file (default: the model's own)")
     option("--config", metavar="FILE", help="the experiment, for a checkpoint outside the folder of its run")

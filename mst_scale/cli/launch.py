@@ -6,20 +6,20 @@ import argparse
 from typing import Any
 
 from mst_scale.cli import add_command
-from mst_scale.config import ready
+from mst_scale.config.presets import ready_configs
 
 TEXT = """\
-Pretrain, and keep the run going: after a failure it restarts from its latest complete checkpoint, and when it is asked
-to stop it saves first.
+Pretrain, and restart the run after failures from its latest complete checkpoint. A run that receives a signal to stop
+saves first.
 
   local      this machine: one process for each GPU, or two on the CPU
   slurm      one job that saves before its time is up, requeues itself and continues until the run is finished
   mpi        under mpirun of OpenMPI or MPICH
   hostfile   the machines of a hostfile, over ssh or pdsh
-  sweep      methods × seeds, by one of the others, and a table of the results
+  sweep      every combination of methods and seeds, with one of the launchers above, and a table of the results
 
-The words after HOW go to that launcher: its options, then CONFIG, then arguments of mst_scale.pretrain. CONFIG is a
-file, or the name of a ready-made config:
+The arguments after HOW are passed to that launcher: its options, then CONFIG, then arguments of mst_scale.pretrain.
+CONFIG is a file, or the name of a ready-made config:
 
   {names}
 
@@ -39,7 +39,7 @@ LAUNCHERS = ("local", "slurm", "mpi", "hostfile", "sweep")
 
 def add(subparsers: Any) -> None:
     """Add the command to the parser."""
-    text = TEXT.format(names=", ".join(ready.configs()))
+    text = TEXT.format(names=", ".join(ready_configs()))
     command = add_command(subparsers, "launch", run, "start a run on this machine or a cluster", text)
     command.add_argument("how", choices=LAUNCHERS, metavar="HOW", help=", ".join(LAUNCHERS))
     command.add_argument("options", nargs=argparse.REMAINDER, metavar="…", help="options of that launcher, and CONFIG")

@@ -6,9 +6,10 @@ import argparse
 import json
 from typing import Any
 
+from mst_scale.cli import add_command
 from mst_scale.errors import UserError
 
-ABOUT = """\
+TEXT = """\
 Recommends how to run a model on N GPUs: which of them share its layers (tensor), its sequences, its depth (pipeline)
 and the batch (data), and at which ZeRO stage, next to the cost of other layouts. The plan has the memory per GPU by
 part, the bytes that it sends, the time of a step and of every phase, and the bytes that a topology step sends on 1 to
@@ -17,9 +18,8 @@ part, the bytes that it sends, the time of a step and of every phase, and the by
 tests/ranks/plan/ compares memory and bytes of data-parallel runs with real DeepSpeed runs on 2 ranks. Times are
 expected, not measured: a roofline of data-sheet peaks and assumed efficiencies, which small models do not reach;
 replace them with --efficiency. Masked dense layers save FLOPs only; the expected gain of blocks of weights, by their
-side, comes from a roofline of their kernels. --json prints everything."""
+side, comes from a roofline of their kernels. --json prints everything.
 
-EXAMPLES = """\
 examples:
   mst plan --config gpt3_13b --nodes 8                             # 8 A100-80GB in each
   mst plan --config gpt3_175b --nodes 64 --network 400             # 400 Gb/s between nodes instead of 1,600
@@ -36,46 +36,32 @@ UNITS = {"K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
 
 def add(subparsers: Any) -> None:
     """Add the command to the parser."""
-    verb = subparsers.add_parser(
-        "plan",
-        help="estimate memory and time, and recommend a configuration, for any number of GPUs",
-        description=ABOUT,
-        epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    verb.add_argument("--config", required=True, metavar="C", help="a file, or the name of a ready-made config")
-    verb.add_argument("--gpus", type=int, metavar="N", help="number of GPUs (default: all of --nodes)")
-    verb.add_argument(
-        "--gpu", default="a100-80gb", metavar="NAME", help="a100-40gb, a100-80gb (default), h100-80gb, h200"
-    )
-    verb.add_argument("--nodes", type=int, metavar="N", help="number of nodes (default: full nodes)")
-    verb.add_argument("--gpus-per-node", type=int, metavar="N", help="GPUs in each node (default: 8, as in NVIDIA DGX)")
-    verb.add_argument("--network", type=float, metavar="G", help="Gb/s from a node to the others (default: as in DGX)")
-    verb.add_argument("--tp", type=int, metavar="N", help="GPUs that share a layer (default: chosen)")
-    verb.add_argument("--pp", type=int, metavar="N", help="stages of a pipeline (default: chosen)")
-    verb.add_argument("--sp", type=int, metavar="N", help="GPUs that share a sequence (default: chosen)")
-    verb.add_argument("--tokens", metavar="T", help="length of the run, such as 300B or 9e9, instead of training.steps")
-    verb.add_argument("--method", metavar="M", help="dense, mst, rigl, …; overrides mst.method")
-    verb.add_argument("--set", action="append", default=[], metavar="K=V", help="override any config key; repeatable")
-    verb.add_argument(
-        "--efficiency",
-        action="append",
-        default=[],
-        metavar="K=V",
-        help="share of a peak (matmul=0.5); repeatable",
-    )
-    verb.add_argument(
+    about = "estimate memory and time, and recommend a configuration, for any number of GPUs"
+    option = add_command(subparsers, "plan", run, about, TEXT).add_argument
+    option("--config", required=True, metavar="C", help="a file, or the name of a ready-made config")
+    option("--gpus", type=int, metavar="N", help="number of GPUs (default: all of --nodes)")
+    option("--gpu", default="a100-80gb", metavar="NAME", help="a100-40gb, a100-80gb (default), h100-80gb, h200")
+    option("--nodes", type=int, metavar="N", help="number of nodes (default: full nodes)")
+    option("--gpus-per-node", type=int, metavar="N", help="GPUs in each node (default: 8, as in NVIDIA DGX)")
+    option("--network", type=float, metavar="G", help="Gb/s from a node to the others (default: as in DGX)")
+    option("--tp", type=int, metavar="N", help="GPUs that share a layer (default: chosen)")
+    option("--pp", type=int, metavar="N", help="stages of a pipeline (default: chosen)")
+    option("--sp", type=int, metavar="N", help="GPUs that share a sequence (default: chosen)")
+    option("--tokens", metavar="T", help="length of the run, such as 300B or 9e9, instead of training.steps")
+    option("--method", metavar="M", help="dense, mst, rigl, …; overrides mst.method")
+    option("--set", action="append", default=[], metavar="K=V", help="override any config key; repeatable")
+    option("--efficiency", action="append", default=[], metavar="K=V", help="share of a peak (matmul=0.5); repeatable")
+    option(
         "--by-phase",
         action="store_true",
-        help="instead, for each phase the fewest GPUs that hold it, and the number with the fewest GPU-hours",
+        help="for each phase: the fewest GPUs with enough memory, and the number with the fewest GPU-hours",
     )
-    verb.add_argument(
+    option(
         "--goal",
         choices=("train-cost", "inference-cost"),
         help="also say which recipe fits this goal at this size and length, or plain dense training",
     )
-    verb.add_argument("--json", action="store_true", help="print one JSON object")
-    verb.set_defaults(run=run)
+    option("--json", action="store_true", help="print one JSON object")
 
 
 def run(args: argparse.Namespace) -> int:

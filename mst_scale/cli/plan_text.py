@@ -48,9 +48,9 @@ def format_phases(phases: Sequence[PhaseOptions], gpus: int, gpu: str) -> str:
     rows.append(run)
     about = (
         f"Each phase on up to {gpus:,} × {gpu}, at the same global batch and in the setting recommended for that many "
-        "GPUs. fewest: the least that hold the phase; best: the most whose GPU-hours (GPU-h) are within 3 % of the "
-        "least. Times are expected, not measured; saving and starting again between phases are not counted. The "
-        "settings are in --json."
+        "GPUs. fewest: the smallest number with enough memory; best: the largest number whose GPU-hours (GPU-h) are "
+        "within 3 % of the minimum. Times are expected, not measured, and do not include saving and restarting between "
+        "phases. --json prints the settings."
     )
     return "\n".join([*align(rows, [0, 2]), _wrap(about)])
 

@@ -41,12 +41,12 @@ examples:
 
 def add(subparsers: Any) -> None:
     """Add the command to the parser."""
-    option = add_command(subparsers, "report", run, "draw a run, or compare several", TEXT).add_argument
+    option = add_command(subparsers, "report", run, "make a report of a run, or compare several", TEXT).add_argument
     option("runs", nargs="+", type=Path, metavar="RUN", help="the folder of a run")
     option("--out", type=Path, metavar="DIR", help="folder of the report (default: RUN/report, or ./report)")
-    option("--watch", action="store_true", help="draw again and again while the runs train, until they end")
-    option("--every", type=int, default=30, metavar="S", help="seconds between two drawings (default: 30)")
-    option("--compute-frontier", action="store_true", help="FLOP multipliers over the frontier of the dense runs")
+    option("--watch", action="store_true", help="update the report while the runs train, until they end")
+    option("--every", type=int, default=30, metavar="S", help="seconds between two updates (default: 30)")
+    option("--compute-frontier", action="store_true", help="FLOP multipliers of each method over dense training")
     option("--json", action="store_true", help="print one JSON object")
 
 

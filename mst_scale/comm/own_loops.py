@@ -24,7 +24,7 @@ from mst_scale.comm.launch import adopt, timeout
 from mst_scale.comm.messages import logger
 from mst_scale.comm.watchdog import Watch
 
-ADVICE = "; start the program again from its newest checkpoint"
+ADVICE = "; start the program again from its latest checkpoint"
 _starts = itertools.count()  # alike on all ranks
 BEFORE_OTHERS = 1000  # priority at exit: notifies the ranks before anything that may wait for them is cleaned up
 
@@ -44,7 +44,7 @@ def prepare() -> None:
         limit = timeout()
         if of_program not in (None, limit):
             logger.info(
-                "process groups wait %g minutes for a rank (DEEPSPEED_TIMEOUT); the default one was created with %g",
+                "process groups time out after %g minutes (DEEPSPEED_TIMEOUT); the default one was created with %g",
                 limit.total_seconds() / 60,
                 of_program.total_seconds() / 60,
             )

@@ -137,8 +137,7 @@ def init(through_deepspeed: bool = True) -> Ranks:
     """Join the process group that the launcher has set up, or create one with this process only.
 
     Args:
-        through_deepspeed: Whether DeepSpeed creates the default group, for which it compiles an operator on a CPU;
-            otherwise torch does.
+        through_deepspeed: Whether DeepSpeed creates the default group; otherwise torch does.
 
     Raises:
         OSError: if the other ranks cannot be reached.
@@ -169,14 +168,30 @@ def init(through_deepspeed: bool = True) -> Ranks:
 
 def _join(through_deepspeed: bool, limit: timedelta) -> None:
     if through_deepspeed:
-        import deepspeed.comm as ds_comm
+        import deepspeed
 
-        ds_comm.init_distributed(verbose=False, auto_mpi_discovery=False, timeout=limit)
+        with _without_inference_operator(deepspeed.ops.__compatible_ops__):
+            deepspeed.comm.init_distributed(verbose=False, auto_mpi_discovery=False, timeout=limit)
     else:
         import torch
 
         on_gpu = torch.cuda.is_available() and os.environ.get("DS_ACCELERATOR", "cuda") == "cuda"
         torch.distributed.init_process_group("nccl" if on_gpu else "gloo", timeout=limit)
+
+
+@contextlib.contextmanager
+def _without_inference_operator(compatible: dict[str, bool]) -> Iterator[None]:
+    """Leave out DeepSpeed's all-reduce for inference on CPUs, which keeps its buffers in /dev/shm.
+
+    Training does not need it. It would be compiled at the first start, and crash the process if /dev/shm is full.
+    """
+    name = "deepspeed_shm_comm"
+    before = compatible.get(name, False)
+    compatible[name] = False
+    try:
+        yield
+    finally:
+        compatible[name] = before
 
 
 class Verdict(NamedTuple):

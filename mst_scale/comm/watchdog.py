@@ -57,7 +57,7 @@ BEATS = 10  # heartbeats within the allowed silence …
 BEAT_SECONDS = 5.0  # … and at least one every 5 s
 KEEP_ALIVE = (("TCP_KEEPIDLE", 10), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 6))  # 10 + 6 · 5 = 40 s
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
-ADVICE = "; the same command continues from the newest complete checkpoint"
+ADVICE = "; the same command continues from the latest complete checkpoint"
 
 
 class _Meeting(Protocol):
@@ -341,7 +341,7 @@ class Watch:
         Only the first rank that ends is named.
         """
         if killed:
-            self._lose(who, "is gone without a message: it was killed (out of memory?), or its machine is down")
+            self._lose(who, "disconnected without a message: it was killed (out of memory?), or its machine is down")
         self.lost = f"{who} has failed"
         self._pass_on(f"failed {who}")
         time.sleep(GRACE)

@@ -14,6 +14,8 @@ import os
 import time
 from pathlib import Path
 
+import psutil
+
 SETTLED = 20.0  # seconds between taking the lock and starting the compiler, on a busy machine
 SETTLED_ON_NETWORK = 1800.0  # seconds without a change in the folder
 SAY_AFTER = 2 * SETTLED
@@ -67,13 +69,7 @@ def stale(lock: Path, settled: float = SETTLED) -> bool | None:
 def _in_use(folder: Path) -> bool:
     """Whether a process of this machine works in the folder."""
     wanted = os.path.realpath(folder)
-    for process in Path("/proc").glob("[0-9]*/cwd"):
-        try:
-            if os.readlink(process) == wanted:
-                return True
-        except OSError:
-            continue
-    return False
+    return any(process.info["cwd"] == wanted for process in psutil.process_iter(["cwd"]))
 
 
 def _on_network(path: Path) -> bool:

@@ -1,17 +1,16 @@
 """Reads the JSON file of an experiment: a DeepSpeed config with four additional blocks.
 
-load          reads a file and returns an experiment; ready: finds ready-made configs by name
+load          reads a file and returns an experiment
 blocks        the blocks model, data and training; method: the block mst
 deepspeed     the DeepSpeed keys that are validated; batch, precision and stage of a config
-presets       model shapes and recipes by name
-check         rejects combinations of keys that cannot run
+presets       what can be chosen by name: model shapes, recipes, ready-made configs
+check         rejects combinations of keys that cannot run, and a smaller run that a model cannot grow from
 compact       whether a config allows sparse layers to store their active weights alone
 parallel      tensor, sequence and pipeline parallelism of a config
 changes       keys that change the result, and the differences of a resumed run
 renamed       keys and values of version 0.1
-growth        the smaller run that a model grows from
 support       whether sparse training is exact with a key of DeepSpeed
-schema        writes the JSON schema; pages: writes the tables of the docs
+schema        writes the JSON schema
 """
 
 from mst_scale.config.blocks import (

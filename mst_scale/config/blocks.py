@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal
 from mst_scale.config.deepspeed import global_batch
 from mst_scale.config.method import MSTConfig
 from mst_scale.errors import UserError
-from mst_scale.hybrid_sparse_attention.schedule import AttentionSchedule
+from mst_scale.hybrid_sparse_attention.pattern import AttentionSchedule
 from mst_scale.sparsity_variation import Schedule
 from mst_scale.validation import (
     MAX_SEED,
@@ -51,7 +51,9 @@ class ModelConfig:
     """The shape of a transformer. `preset` fills in a known shape; other keys override it."""
 
     preset: str | None = Field(
-        default=None, description="Known shape to start from; the other keys override it.", json_schema_extra=NO_EFFECT
+        default=None,
+        description="Shape of a known model to start from; the other keys override it.",
+        json_schema_extra=NO_EFFECT,
     )
     arch: Literal["gpt", "bert"] = Field(
         default="gpt", description="`gpt` predicts the next token, `bert` masked tokens."
@@ -165,14 +167,23 @@ class SpikeConfig:
         description="Response to a spike of the loss; `rollback` also responds to a loss that is not finite.",
     )
     window: StrictInt = Field(
-        default=64, ge=4, le=MILLION, description="Number of earlier losses a new one is compared with."
+        default=64, ge=4, le=MILLION, description="Number of earlier losses with which a new loss is compared."
     )
     deviations: StrictFloat = Field(
-        default=8.0, ge=0, le=1e6, description="A spike is this many robust standard deviations above their median …"
+        default=8.0,
+        ge=0,
+        le=1e6,
+        description="A loss is a spike if it exceeds the median by more than this many "
+        "robust standard deviations and by more than `rise`.",
     )
-    rise: StrictFloat = Field(default=0.5, ge=0, le=1e6, description="… and at least this far above it.")
+    rise: StrictFloat = Field(
+        default=0.5, ge=0, le=1e6, description="A loss is a spike only if it exceeds the median by more than this."
+    )
     skip: StrictInt = Field(
-        default=1, ge=1, le=MAX_STEPS, description="Batches that a rollback skips, the last of them that of the spike."
+        default=1,
+        ge=1,
+        le=MAX_STEPS,
+        description="Number of batches that a rollback skips; the last one is the spike's.",
     )
     max_rollbacks: StrictInt = Field(
         default=5, ge=0, le=MAX_STEPS, description="Rollbacks per run; later spikes are only logged."
@@ -183,18 +194,24 @@ class SpikeConfig:
 class BaselineConfig:
     """A recorded run that the table at the end of a run compares with."""
 
-    name: str | None = Field(default=None, description="Name of the recorded run; `null`: there is none.")
+    name: str | None = Field(
+        default=None, description="Name of the recorded run with which a run is compared; `null`: none."
+    )
     flops: StrictFloat = Field(
         default=0.0,
-        description="FLOPs that it spent in all, in the paper's accounting, including topology steps and optimizer.",
+        description="Total FLOPs of the recorded run in the paper's accounting, including topology steps and "
+        "optimizer.",
     )
-    val_loss: StrictFloat = Field(default=0.0, description="Its validation loss.")
-    spread: StrictFloat = Field(default=0.0, description="Half the range of its loss over seeds.")
+    val_loss: StrictFloat = Field(default=0.0, description="Validation loss of the recorded run.")
+    spread: StrictFloat = Field(default=0.0, description="Half the range of the recorded run's loss over seeds.")
     corpus: str | None = Field(
-        default=None, description="Corpus in its `run.json`; runs on another one are not compared. `null`: any corpus."
+        default=None,
+        description="Corpus of the recorded run; runs on another one are not compared. `null`: any corpus.",
     )
     eval_sequences: StrictInt | None = Field(
-        default=None, le=10 * MILLION, description="Number of validation sequences of its loss. `null`: any number."
+        default=None,
+        le=10 * MILLION,
+        description="Number of validation sequences of the recorded loss. `null`: any number.",
     )
 
     def __post_init__(self) -> None:
@@ -220,8 +237,8 @@ class TrainingConfig:
     decay: Duration = Field(default=0.2, description="`wsd`: duration of the linear decay at the end.")
     restart: Duration = Field(
         default=0,
-        description="Duration after which the schedule starts again, including the warm-up; a `decay` stated as a "
-        "share is then one of each part. `0`: never.",
+        description="Duration after which the schedule restarts, including the warm-up; a `decay` stated as a share "
+        "then refers to each part. `0`: never.",
     )
     min_lr: StrictFloat = Field(default=6e-5, ge=0, description="Final learning rate.")
     sparse_rate: StrictFloat = Field(
@@ -233,7 +250,8 @@ class TrainingConfig:
     )
     sparse_decay: Annotated[StrictFloat, ZeroOr(1e-6, 1e4, "none while they are sparse")] = Field(
         default=1.0,
-        description="Weight decay of these matrices while they are sparse, as a multiple of that of the others.",
+        description="Weight decay of the matrices that can be masked, while they are sparse, as a multiple of that of "
+        "other matrices.",
     )
     log_every: StrictInt = Field(
         default=10, ge=1, le=MAX_SEED, description="Steps between rows of `metrics.jsonl`.", json_schema_extra=NO_EFFECT
@@ -250,11 +268,12 @@ class TrainingConfig:
         ge=1,
         le=10 * MILLION,
         description="Number of validation sequences, rounded up to whole micro-batches. Every evaluation of a run uses "
-        "the same ones.",
+        "the same sequences.",
     )
     eval_seed: Seed | None = Field(
         default=None,
-        description="Seed that selects them. `null`: `training.seed`, so runs with other seeds use other ones.",
+        description="Seed that selects the validation sequences. `null`: `training.seed`, so that they differ between "
+        "seeds.",
     )
     eval_tasks: str | None = Field(
         default=None,
@@ -263,13 +282,13 @@ class TrainingConfig:
     )
     eval_data: str | None = Field(
         default=None,
-        description="Folder with their files; `null`: the hub (`--eval-data`).",
+        description="Folder with the files of `training.eval_tasks`; `null`: the Hugging Face hub (`--eval-data`).",
         json_schema_extra=NO_EFFECT,
     )
     init: str | None = Field(
         default=None,
-        description="Start from GPT-2's weights: a transformers folder or a name on the hub, whose shape the model "
-        "takes (`--init`).",
+        description="Start from the weights of a GPT-2, whose shape the model takes: a transformers folder or a name "
+        "on the hub (`--init`).",
     )
     save_every: StrictInt = Field(
         default=1_000, ge=0, le=MAX_SEED, description="Steps between checkpoints; `0`: only at the end."
@@ -282,8 +301,8 @@ class TrainingConfig:
     )
     async_save: StrictBool = Field(
         default=True,
-        description="Write checkpoints in a process of their own while training continues: a save then costs the "
-        "loop a copy into the host's memory. Your own loops, and Trainer, do so if the config sets it to `true`.",
+        description="Write checkpoints in the background while training continues: a save then blocks only for a copy "
+        "into the host's memory. In your own loop and with Trainer, this is on only if the config sets it to `true`.",
         json_schema_extra=NO_EFFECT,
     )
     memory_every: StrictInt = Field(
@@ -297,22 +316,23 @@ class TrainingConfig:
     )
     reshape_on_load: StrictBool = Field(
         default=False,
-        description="In your own loop and with Trainer: loading a checkpoint of another number of ranks, or ZeRO "
-        "stage, makes the copy that this needs, like `mst reshape`. `mst_scale.pretrain` always does so.",
+        description="In your own loop and with Trainer: when a checkpoint of another number of ranks or ZeRO stage is "
+        "loaded, make the copy that this needs, as `mst reshape` does. `mst_scale.pretrain` always does so.",
         json_schema_extra=NO_EFFECT,
     )
     verify_every: StrictInt = Field(
         default=0,
         ge=0,
         le=MAX_SEED,
-        description="Steps between verifications that ranks compute and keep their values without silent corruption "
-        "(docs/survival.md); `0`: never. They do not change results.",
+        description="Steps between checks for silent corruption of computations and memory (docs/survival.md); `0`: "
+        "never. The checks do not change results.",
         json_schema_extra=NO_EFFECT,
     )
     checkpoint_form: Literal["dense", "compact"] = Field(
         default="dense",
-        description="What `mst.compute.compact` saves: `dense` is whole matrices in DeepSpeed's universal layout, from "
-        "which any layout continues, with compact storage or without; `compact` is the active weights alone.",
+        description="Form of checkpoints with `mst.compute.compact`: `dense` saves whole matrices in DeepSpeed's "
+        "universal layout, which any layout can load, with or without compact storage; `compact` saves only active "
+        "weights.",
         json_schema_extra=NO_EFFECT,
     )
     histogram_every: StrictInt = Field(

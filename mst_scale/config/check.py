@@ -1,4 +1,4 @@
-"""Checks an experiment for combinations of keys that cannot run.
+"""Checks an experiment for combinations of keys that cannot run, and the smaller run that it may grow from.
 
 DeepSpeed finds most of these mistakes too, but on every rank at once and deep in a traceback. Here each is one line,
 before any process group exists.
@@ -6,23 +6,20 @@ before any process group exists.
 
 from __future__ import annotations
 
-from mst_scale.config.blocks import Experiment
-from mst_scale.config.deepspeed import (
-    BATCH_KEYS,
-    batch_shape,
-    global_batch,
-    largest_micro,
-    peak_learning_rate,
-    stage_of,
-)
+import os
+from pathlib import Path
+
+from mst_scale.config.blocks import Experiment, ModelConfig
+from mst_scale.config.deepspeed import peak_learning_rate, stage_of
+from mst_scale.config.load import read_of_run
 from mst_scale.config.parallel import check_parallel
 from mst_scale.config.support import check_supported
 from mst_scale.errors import UserError, format_value
-
-__all__ = ["BATCH_KEYS", "batch_shape", "check", "global_batch", "largest_micro", "peak_learning_rate"]
+from mst_scale.validation import parse
 
 # Numbers for which Hugging Face's Trainer replaces "auto"; pretrain does not.
 _NEEDED = ("weight_decay", "eps", "betas", "muon_lr", "adam_lr")
+OPTION = "--from"  # names the smaller run
 # Features of DeepSpeed that our training loop does not support, even for dense runs (for sparse runs see support.py).
 _UNTESTED = ("hybrid_engine", "curriculum_learning", "progressive_layer_drop")
 
@@ -90,8 +87,62 @@ def _check_separate_groups(experiment: Experiment) -> None:
         )
     if experiment.mst.masks is not None or experiment.mst.function is not None:
         raise UserError(
-            "training.sparse_rate and training.sparse_decay follow the target sparsity of masks, and method "
-            f"{experiment.mst.method} has none: leave them out"
+            "training.sparse_rate and training.sparse_decay depend on the target sparsity of masks, but method "
+            f"{experiment.mst.method} has no schedule of masks: leave them out"
         )
     if experiment.training.sparse_decay != 1 and "weight_decay" not in optimizer.get("params", {}):
         raise UserError("training.sparse_decay is a multiple of optimizer.params.weight_decay: set that too")
+
+
+# --- the smaller run that a model grows from ---
+
+
+def folder_of(run: str) -> Path:
+    """Return the folder of a run, or of one of its checkpoints."""
+    return Path(os.path.expanduser(run))
+
+
+def smaller_model(run: str) -> ModelConfig:
+    """Return the model that a run has trained.
+
+    Raises:
+        UserError: if the folder is not that of a run.
+    """
+    path = folder_of(run)
+    config = (path.parents[1] if path.parent.name == "checkpoints" else path) / "config.json"
+    fix = "give the folder of a run of mst_scale.pretrain"
+    if not config.is_file():
+        raise UserError(f"{OPTION} {run}: there is no {config}: {fix}")
+    raw = read_of_run(config)
+    if "model" not in raw:  # for example a transformers model
+        raise UserError(f"{OPTION} {run}: {config} has no model block: {fix}")
+    return parse(ModelConfig, raw["model"], "model", str(config))
+
+
+def check_growth(experiment: Experiment, begun: bool) -> None:
+    """Check that an experiment that grows names a compatible smaller run.
+
+    Args:
+        experiment: the larger run.
+        begun: whether it has already started, so that the smaller run is no longer needed.
+
+    Raises:
+        UserError: if the smaller run is missing or incompatible.
+    """
+    mst = experiment.mst
+    if mst.growth is None:
+        return
+    if mst.grow_from is None:
+        raise UserError(
+            f"method {mst.method} starts from the weights of a smaller run: name its folder with {OPTION} RUN or "
+            "mst.grow_from"
+        )
+    if experiment.training.init is not None:
+        raise UserError(f"{OPTION} {mst.grow_from} already determines the initial weights: leave out --init")
+    if begun:
+        return
+    small = smaller_model(mst.grow_from)
+    try:
+        mst.growth.check_supported(small, experiment.model)
+    except UserError as error:
+        raise UserError(f"{OPTION} {mst.grow_from}: {error}") from None

@@ -19,8 +19,8 @@ from typing import Any
 
 from mst_scale.comm import ParallelDims
 from mst_scale.config.blocks import Experiment
+from mst_scale.config.deepspeed import precision_of
 from mst_scale.config.parallel import sizes_of
-from mst_scale.config.support import precision_of
 
 ADAM = ("adam", "adamw")
 LEAST_STEPS, LEAST_SHARE = 50, 0.05  # of a stretch: starting again takes as long as tens of steps
@@ -50,7 +50,7 @@ def why_method_not_compact(experiment: Experiment) -> str | None:
         "mst.topology.granularity is not element": topology.granularity != "element",
         f"policy {topology.policy} reads momentum of inactive weights": "momentum" in topology.chosen.reads,
         f"mst.compute.backend {mst.compute.backend} reads a matrix": mst.compute.backend == "block",
-        "mst.topology.rezero asks for zeros": topology.rezero,
+        "mst.topology.rezero needs them": topology.rezero,
         "it is not tested in fp16": precision_of(config) == "fp16",
         "the optimizer is not the config's Adam or AdamW": kind not in ADAM,
     }
@@ -60,7 +60,7 @@ def why_method_not_compact(experiment: Experiment) -> str | None:
 def why_layout_not_compact(sizes: ParallelDims, offloaded_parameters: bool) -> str | None:
     """Return the reason in how the model is shared and where its parameters lie, or None."""
     if max(sizes.tensor, sizes.pipeline) > 1:
-        return "layers are cut over ranks"
+        return "layers are split over ranks"
     return "it is not tested with offload_param" if offloaded_parameters else None
 
 

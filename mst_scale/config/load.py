@@ -22,8 +22,7 @@ from mst_scale.comm.parser import validate_printable
 from mst_scale.config.blocks import DataConfig, Experiment, ModelConfig, TrainingConfig
 from mst_scale.config.deepspeed import DeepSpeedKeys
 from mst_scale.config.method import MSTConfig
-from mst_scale.config.presets import MODELS, RECIPES
-from mst_scale.config.ready import config_file, describe_missing
+from mst_scale.config.presets import MODELS, RECIPES, config_file, describe_missing
 from mst_scale.config.renamed import current_key, current_value, with_current_names
 from mst_scale.config.support import known_keys
 from mst_scale.errors import Damaged, UserError, format_value

@@ -1,4 +1,4 @@
-"""Defines the block `mst`, which combines the blocks of the three parts of the method, and derives the schedules.
+"""Defines the block `mst`, with the blocks of the three parts of the method in it, and derives the schedules.
 
 Importing this file does not import torch, so that commands such as `mst plan` start quickly.
 """
@@ -9,15 +9,13 @@ import difflib
 from collections.abc import Collection
 from fnmatch import fnmatchcase
 from functools import cached_property
-from typing import Any
+from typing import Any, Literal
 
 from mst_scale.errors import UserError
 from mst_scale.hybrid_sparse_attention.config import AttentionConfig
-from mst_scale.hybrid_sparse_attention.pattern import Pattern
-from mst_scale.hybrid_sparse_attention.schedule import AttentionSchedule, strides_per_phase
+from mst_scale.hybrid_sparse_attention.pattern import AttentionSchedule, Pattern, strides_per_phase
 from mst_scale.methods import METHODS, Growth, NoOptions, WeightFunction
 from mst_scale.mixed_growing.config import TopologyConfig
-from mst_scale.sparse_linear.config import ComputeConfig
 from mst_scale.sparsity_variation import Schedule, SparsityConfig
 from mst_scale.validation import MAX_SEED, NO_EFFECT, Field, StrictBool, StrictInt, block
 
@@ -64,6 +62,23 @@ class TargetsConfig:
         return chosen
 
 
+@block("mst.compute")
+class ComputeConfig:
+    """How linear layers are computed while they are sparse."""
+
+    backend: Literal["auto", "dense", "cpu", "block"] = Field(
+        default="auto",
+        description="`dense` multiplies by zeros and saves no time, `cpu` skips single weights, `block` (CUDA) skips "
+        "blocks, and `auto` uses what was measured to be faster on this machine ([benchmarks.md](benchmarks.md)).",
+    )
+    compact: Literal["auto", "off"] = Field(
+        default="off",
+        description="`auto` stores only the active weights in long phases of constant sparsity: optimizer states, "
+        "gradients and traffic shrink with the density ([compact.md](compact.md)). If that is not possible, one log "
+        "line says why. `off` keeps inactive weights as zeros.",
+    )
+
+
 @block("mst")
 class MSTConfig:
     """Mixed Sparsity Training. `method` selects a preset; the other keys override it."""
@@ -75,17 +90,18 @@ class MSTConfig:
     )
     like: str | None = Field(
         default=None,
-        description="`dense-short`: the config or run folder whose FLOPs it spends on dense steps (`--match-flops`).",
+        description="`dense-short`: the config or run folder whose FLOPs determine the number of dense steps "
+        "(`--match-flops`).",
     )
     masks: str | None = Field(
         default=None,
-        description='`fixed`: the masks that it keeps, `"zeros"` (those of the weights, the default) or a '
-        "file written by `mst masks` or a notebook.",
+        description='`fixed`: the masks to keep: `"zeros"` (the zeros of the weights, the default), or a file '
+        "written by `mst masks` or a notebook.",
     )
     grow_from: str | None = Field(
         default=None,
-        description="`expand`, `ligo`, `stack`: folder of the smaller run, or of one of its checkpoints, whose grown "
-        "weights this run starts with (`--from`).",
+        description="`expand`, `ligo`, `stack`: folder of the smaller run, or of one of its checkpoints, from whose "
+        "weights the run is grown (`--from`).",
     )
     options: Any = Field(default_factory=NoOptions, description="Keys of the method itself ([methods.md](methods.md)).")
     seed: StrictInt | None = Field(
@@ -98,8 +114,8 @@ class MSTConfig:
     compute: ComputeConfig = Field(default_factory=ComputeConfig, description="Kernels of sparse layers.")
     allow_untested: list[str] = Field(
         default_factory=list,
-        description='Keys of DeepSpeed (`"zero_optimization.new_key"`) that [compatibility.md](compatibility.md) calls '
-        "untested or does not name, to be accepted at your own risk with a warning.",
+        description='DeepSpeed keys (such as `"zero_optimization.new_key"`) to accept with a warning although '
+        "[compatibility.md](compatibility.md) calls them untested or does not list them.",
         json_schema_extra=NO_EFFECT,
     )
 
@@ -111,8 +127,7 @@ class MSTConfig:
             )
         if (self.method == "fixed") != (self.masks is not None):
             raise UserError(
-                'mst.masks names the masks that method fixed keeps, "zeros" or a file: leave it out with '
-                f"{self.method}, or choose method fixed"
+                f"mst.masks is only for method fixed: leave it out with method {self.method}, or choose method fixed"
             )
         if self.method == "fixed" and self.topology.granularity != "element":
             raise UserError(

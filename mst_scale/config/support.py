@@ -9,7 +9,7 @@ The table is deepspeed_support.json, the only source of what is supported. A sta
     untested    it may work, but our tests do not cover it
 
 A key or value without a row is treated as untested: it is rejected unless mst.allow_untested names the key.
-Runs that stay dense may use all of DeepSpeed. pages.py writes the table as docs/compatibility.md.
+Runs that stay dense may use all of DeepSpeed. docs/config_tables.py writes the table as docs/compatibility.md.
 """
 
 from __future__ import annotations

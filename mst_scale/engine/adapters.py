@@ -1,7 +1,7 @@
-"""Finds the adapters of a model (LoRA and its like), which are never sparse, and names of base weights without them.
+"""Finds a model's adapters (such as LoRA), which are never sparse, and the names of base weights without them.
 
-An adapter is small and starts at zero in a part, so that its zeros say nothing, and what is to be sparse is the base
-under it. peft's layers say which of their parameters belong to the base. Other libraries follow the same names.
+An adapter is small and some of its weights start at zero, so its zeros are no mask; the base weights are what becomes
+sparse. PEFT's layers state which of their parameters belong to the base. Other libraries use the same names.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ WRAPPED = re.compile(r"^base_model\.model\.|\.base_layer(?=\.|$)|\.original_modu
 
 
 def adapters_of(model: nn.Module) -> set[int]:
-    """Ids of the parameters that belong to adapters."""
+    """Return the ids of the parameters that belong to adapters."""
     found = {id(p) for name, p in model.named_parameters() if NAMES.search(name)}
     for module in model.modules():
         if hasattr(module, "adapter_layer_names") and hasattr(module, "get_base_layer"):  # a layer of peft

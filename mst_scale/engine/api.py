@@ -72,7 +72,7 @@ def initialize(
         given = inspect.signature(_deepspeeds_own).bind(args, model, optimizer, model_parameters, *more).arguments
         named = {key: value for key, value in given.items() if key not in FIRST}
         if twice := sorted(named.keys() & (others.keys() | _stated(config=config, config_params=config_params))):
-            raise TypeError(f"mst_scale.initialize got {twice[0]} twice: once by its place, once by its name")
+            raise TypeError(f"mst_scale.initialize got {twice[0]} both as a positional and as a keyword argument")
         config, config_params = named.pop("config", config), named.pop("config_params", config_params)
         others, more = {**named, **others}, ()
     of_args = getattr(args, "deepspeed_config", None)
@@ -148,34 +148,34 @@ def _refuse_unread_sizes(model: torch.nn.Module, experiment: Experiment, others:
     ours = any(isinstance(module, SelfAttention) for module in model.modules())
     if sizes.tensor > 1 and ours:
         raise UserError(
-            f"{KEYS['tensor']} = {sizes.tensor}: DeepSpeed's AutoTP does not know this model, which cuts itself: give "
-            "GPT(config, TensorGroup.of(mesh)) and mpu=mesh, or use mst_scale.pretrain"
+            f"{KEYS['tensor']} = {sizes.tensor}: DeepSpeed's AutoTP does not support this model, which splits its own "
+            "layers: pass GPT(config, TensorGroup.of(mesh)) and mpu=mesh, or use mst_scale.pretrain"
         )
     if sizes.tensor > 1 and others.get("mpu") is not None:
         raise UserError(
-            f"{KEYS['tensor']} = {sizes.tensor} and an mpu: DeepSpeed's AutoTP puts groups of its own in its place, so "
-            "that parts of sequences would be reduced wrongly: leave mpu out, or cut the GPT of mst_scale"
+            f"{KEYS['tensor']} = {sizes.tensor} does not work with an mpu: DeepSpeed's AutoTP replaces its groups and "
+            "would reduce split sequences wrongly. Leave mpu out, or use the GPT of mst_scale with a Mesh"
         )
     if sizes.tensor > 1:
         zero_shards.check_cuttable(model, experiment.deepspeed, sizes.tensor)
     if sizes.pipeline > 1 and not isinstance(model, deepspeed.PipelineModule):
         raise UserError(
-            f"{KEYS['pipeline']} = {sizes.pipeline} and a model that is no PipelineModule: give one, as "
+            f"{KEYS['pipeline']} = {sizes.pipeline} requires a PipelineModule as model: pass one, such as "
             "mst_scale.models.pipelined_gpt.PipelinedGPT, or use mst_scale.pretrain"
         )
     if sizes.sequence > 1 and others.get("mpu") is None and not experiment.mst.stays_dense:
         raise UserError(
-            f"{KEYS['sequence']} = {sizes.sequence} and no mpu: DeepSpeed would leave gradients unreduced: give "
+            f"{KEYS['sequence']} = {sizes.sequence} requires an mpu, or DeepSpeed would not reduce all gradients: pass "
             f"mpu=mst_scale.comm.Mesh(ParallelDims(sequence={sizes.sequence})), or use mst_scale.pretrain"
         )
 
 
 def _require_length(config: Experiment | dict[str, Any] | str | Path, experiment: Experiment) -> None:
-    """Phases are shares of a run: a loop of the user's has to say how long it will be."""
+    """Require `training.steps` if phases are fractions of the run: only the user knows how long their loop runs."""
     if experiment.mst.depends_on_length and not states(config, "training", "steps"):
         raise UserError(
-            "how many optimizer steps will the run take? The phases of sparsity are shares of it: add "
-            '"training": {"steps": N} to the config'
+            "training.steps is missing, and the phases of sparsity are fractions of the run: add "
+            '"training": {"steps": N}, the number of optimizer steps, to the config'
         )
 
 
@@ -183,15 +183,15 @@ def _refuse_growth(config: Experiment | dict[str, Any] | str | Path, experiment:
     """Reject growth: a model passed to `initialize` has its weights; `pretrain` grows them before it calls this."""
     if experiment.mst.growth is not None and not isinstance(config, Experiment):
         raise UserError(
-            f"method {experiment.mst.method} grows a smaller run in mst_scale.pretrain alone: in a loop of your own "
-            'give the model its weights, and choose "dense" or the method that it goes on with'
+            f"method {experiment.mst.method} is available only in mst_scale.pretrain: in your own training loop, load "
+            'the grown weights into the model, and choose "dense" or the method to continue with'
         )
 
 
 def _refuse_two_schedules(
     config: Experiment | dict[str, Any] | str | Path, experiment: Experiment, others: dict[str, Any]
 ) -> list[str]:
-    """Reject a second learning-rate schedule; return a note on keys that `pretrain` alone reads."""
+    """Reject a second learning-rate schedule; return a note on keys that only `pretrain` reads."""
     if isinstance(config, Experiment):
         return []
     unread = [key for key in read(config)[1].get("training", {}) if key not in READ]
@@ -199,10 +199,14 @@ def _refuse_two_schedules(
     if of_deepspeed and "lr_schedule" in unread:
         raise UserError(
             "the config has two schedules of the learning rate, training.lr_schedule and DeepSpeed's scheduler: remove "
-            "training.lr_schedule, which mst_scale.pretrain alone follows"
+            "training.lr_schedule, which only mst_scale.pretrain reads"
         )
     of_recipe = RECIPES.get(str(read(config)[1].get("recipe")), {}).get("training", {})
     unread += [key for key in of_recipe if key not in unread]
     names = ", ".join(f"training.{key}" for key in unread)
-    rate = "; the learning rate is your loop's (docs/own_loop.md)" if "lr_schedule" in unread else ""
-    return [f"{names}: read by mst_scale.pretrain alone; this loop is yours{rate}"] if unread else []
+    rate = "; your loop sets the learning rate (docs/own_loop.md)" if "lr_schedule" in unread else ""
+    return (
+        [f"{names}: no effect in your own training loop, because only mst_scale.pretrain reads them{rate}"]
+        if unread
+        else []
+    )

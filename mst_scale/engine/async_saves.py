@@ -1,4 +1,4 @@
-"""Lets `engine.save_checkpoint` return when the checkpoint is copied, and write it meanwhile (`training.async_save`).
+"""Makes `engine.save_checkpoint` return after a copy, and writes the files in the background (`training.async_save`).
 
 The folder has the files that DeepSpeed would write, under a name that ends in `.partial` until all ranks have written
 theirs; then it is renamed, and `latest` names it. A save or load that comes before that waits, and so does the end of
@@ -23,7 +23,7 @@ from mst_scale.snapshot import Snapshot
 
 
 def save_in_background(engine: Any) -> BackgroundSaves | None:
-    """Change `engine.save_checkpoint`; return what writes, or None if this engine's saves have to block."""
+    """Change `engine.save_checkpoint`; return the background saves, or None if this engine's saves must block."""
     if (why := zero_shards.why_blocking(engine)) is not None:
         logger.info("engine.save_checkpoint waits until a checkpoint is written: %s", why)
         return None

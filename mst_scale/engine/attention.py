@@ -1,4 +1,4 @@
-"""Lets the attention layers of a model follow the pattern of the schedule."""
+"""Makes the attention layers of a model use the pattern of the schedule."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class AttentionPattern(Component):
 
     @property
     def level(self) -> int:
-        """Level of the first log line: a warning if attention could follow the pattern and does not."""
+        """Level of the first log line: a warning if attention could use the pattern but does not."""
         able = any(hasattr(module, "set_attn_implementation") for module in self.engine.module.modules())
         return WARNING if self.why_dense and able else INFO
 

@@ -12,7 +12,8 @@ the last step. The reaction depends on the master copy:
 A change through `.data` does not move the counters and is not detected: a master copy undoes it in the next step, and
 without one `weight_checks` finds inactive weights that are not 0 at its next check.
 
-Freezing or unfreezing weights during a run is rejected: masks, optimizer states and ZeRO's partitions cannot follow.
+Freezing or unfreezing weights during a run is rejected, because masks, optimizer states and ZeRO's partitions would no
+longer match.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ class ChangedWeights(Component):
         self._accept()
 
     def masks_restored(self) -> None:
-        """Mask frozen weights; a checkpoint of adapters alone leaves those that the model came with."""
+        """Mask frozen weights, because a checkpoint that has only adapters does not replace them."""
         self._mask_again([i for i in range(len(self.masks)) if self.store.frozen(i)])
         self._accept()
 
@@ -66,7 +67,7 @@ class ChangedWeights(Component):
         self.check()
 
     def check(self) -> None:
-        """Mask changed weights again, or reject them. Ranks change the same, or they would train different models."""
+        """Mask changed weights again, or reject them. All ranks do the same, so that they train the same model."""
         stamps = self._now()
         if stamps == self.stamps:
             return
@@ -78,8 +79,8 @@ class ChangedWeights(Component):
             if lost:
                 stage = self.engine.zero_optimization_stage()
                 raise SharedMistake(
-                    f"{lost[0]} was changed between steps ({len(lost)} parameters in all), and from the master copy of "
-                    f"the weights at ZeRO stage {stage} the next step would undo it: {FIX}"
+                    f"{lost[0]} was changed between steps ({len(lost)} parameters in total), but the next step would "
+                    f"overwrite it with the master weights (ZeRO stage {stage}): {FIX}"
                 )
 
         self.everyone.agree(reject_lost)
@@ -87,7 +88,7 @@ class ChangedWeights(Component):
         self._accept()
 
     def _accept(self) -> None:
-        """Take the weights as they are: a step, a load or the start has left them so."""
+        """Accept the weights as they are, after a step, a load or the start."""
         self.stamps = self._now()
 
     def _check_training(self) -> None:
@@ -95,9 +96,9 @@ class ChangedWeights(Component):
         for name, (parameter, trained) in self.trained.items():
             if parameter.requires_grad != trained:
                 raise SharedMistake(
-                    f"{name} was {'frozen' if trained else 'unfrozen'} after mst_scale.initialize, and its mask, its "
-                    "optimizer states and ZeRO's partitions do not follow: set requires_grad before initialize; to "
-                    "change it in mid-run, save a checkpoint and begin a new run from its weights "
+                    f"{name} was {'frozen' if trained else 'unfrozen'} after mst_scale.initialize, so its mask, "
+                    "optimizer states and ZeRO partitions no longer match: set requires_grad before initialize; to "
+                    "change it during a run, save a checkpoint and begin a new run from its weights "
                     "(mst_scale.warm_start(engine, CHECKPOINT, weights_only=True))"
                 )
 
@@ -120,6 +121,6 @@ class ChangedWeights(Component):
                 self.store.zero_read(i, mask.flags())
         if found:
             logger.warning(
-                "step %d: weights were changed other than by a step (%s): %d inactive ones are 0 again; %s",
+                "step %d: weights were changed outside of optimizer steps (%s): %d inactive ones were reset to 0; %s",
                 self.engine.global_steps, first, found, FIX,
             )  # fmt: skip

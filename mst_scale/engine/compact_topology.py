@@ -66,13 +66,13 @@ class CompactMasking(Masking):
         """
         if depends_on_weights(self.initial, None if self.given is None else self.given.stated):
             raise UserError(
-                "the first masks of this run were read off the weights that the model had at initialize, and compact "
-                "weights cannot take others: load the weights into the model before, or set mst.compute.compact to off"
+                "the first masks of this run were chosen from the weights at initialize, and compact weights cannot "
+                "take others: load the weights into the model before initialize, or set mst.compute.compact to off"
             )
         if self.engine.global_steps:
             raise UserError(
-                "a checkpoint without masks cannot be continued with mst.compute.compact: set it to off, or take its "
-                "weights alone (weights_only=True)"
+                "a checkpoint without masks cannot be continued with mst.compute.compact: set it to off, or load only "
+                "the weights (weights_only=True)"
             )
 
     def _choose_first_masks(self, step: int) -> None:
@@ -217,9 +217,9 @@ class CompactTopology(Topology):
         for (index, _), positions in zip(before, found, strict=True):
             if positions.numel() != index.count:
                 raise UserError(
-                    f"{checkpoint}: {index.name} has {positions.numel()} active weights there and {index.count} here, "
-                    "and compact training keeps their number: use the same mst.sparsity, or set mst.compute.compact "
-                    "to off"
+                    f"{checkpoint}: {index.name} has {positions.numel()} active weights in the checkpoint and "
+                    f"{index.count} in this run, but compact training cannot change their number: use the same "
+                    "mst.sparsity, or set mst.compute.compact to off"
                 )
         for (index, _), positions in zip(before, found, strict=True):
             index.replace(positions)

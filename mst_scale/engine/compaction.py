@@ -22,7 +22,7 @@ from mst_scale.comm import Mesh, logger
 from mst_scale.comm.exchange import Exchange
 from mst_scale.config import Experiment
 from mst_scale.config.compact import why_not_compact
-from mst_scale.config.support import precision_of
+from mst_scale.config.deepspeed import precision_of
 from mst_scale.engine.compact_linear import compact_embedding, compact_linear
 from mst_scale.engine.initial_masks import GivenMasks, depends_on_weights
 from mst_scale.engine.targets import choose_targets

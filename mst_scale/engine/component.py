@@ -31,7 +31,7 @@ class Component:
         """Start following: the engine is complete and every check of `initialize` has passed."""
 
     measures = False
-    """Whether `sparsity` and `densities` say how sparse the model is; the first such component of a run is asked."""
+    """Whether `sparsity` and `densities` describe the model; the first such component of a run is used."""
 
     def sparsity(self) -> float:
         """Return the share of the target parameters' weights that are inactive."""
@@ -42,11 +42,11 @@ class Component:
         return {}
 
     def gradient_densities(self) -> dict[str, float] | None:
-        """Return the same of the products that give gradients of weights, if a method counts them otherwise."""
+        """Return the densities with which products for weight gradients are counted, if not those of `densities`."""
         return None
 
     def describe(self) -> str:
-        """Return what was chosen, in one clause of the run's first log line; "" for nothing to report."""
+        """Return a clause for the run's first log line that states what was chosen; "" if there is none."""
         return ""
 
     # --- one optimizer step ---
@@ -89,11 +89,11 @@ class Component:
         """Follow weights that `load_weights` has written between two steps."""
 
     def before_save(self) -> None:
-        """Check or correct what a checkpoint is about to hold."""
+        """Check or correct the state that is about to be saved in a checkpoint."""
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a checkpoint keeps under `state_key`."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any] | None) -> None:
-        """Take back what `state_dict` returned; None if the checkpoint has no such entry."""
+        """Restore what `state_dict` returned; None if the checkpoint has no such entry."""

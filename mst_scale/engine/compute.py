@@ -1,8 +1,9 @@
-"""Lets layers multiply with their masks, by kernels that all ranks, and a resumed run, choose alike.
+"""Makes layers compute with their masks, with kernels that are the same on all ranks and after a resume.
 
-A sparse product adds in another order than a dense one, so losses depend on which of them a layer takes. Rank 0
-measures or looks up from which sparsity on which shapes are faster sparse (`sparse_linear.dispatch.crossovers_of`) and
-tells the others; checkpoints keep it, and a resumed run goes on with what it began with, also on another machine.
+A sparse product adds in another order than a dense one, so losses depend on which of them a layer uses. For each shape,
+rank 0 measures or looks up the sparsity above which the sparse product is faster
+(`sparse_linear.dispatch.crossovers_of`) and sends it to the others. Checkpoints store the result, and a resumed run
+keeps it, also on another machine.
 """
 
 from __future__ import annotations
@@ -79,10 +80,11 @@ class SparseCompute(Component):
         self._follow()
 
     def _follow(self) -> None:
-        """Give the layers that multiply with their masks the current ones; the same on every rank.
+        """Give the layers that compute with their masks the current ones; the same on every rank.
 
-        A layer's bits are brought together, one layer at a time, in an all-reduce of 1/8 byte per weight. Ranks that
-        differ in threads or compiler may choose differently: what is dense on one is dense on all of them.
+        The bits of a layer are gathered, one layer at a time, in an all-reduce of 1/8 byte per weight. Ranks with
+        different numbers of threads or compilers may choose differently; a layer that is dense on one rank is dense on
+        all of them.
         """
         layers = self.layers
         for mask, backend in zip(self.state.masks, self._choose(), strict=True):
@@ -100,7 +102,7 @@ class SparseCompute(Component):
         return chosen
 
     def _ask_for_dense_gradients(self) -> None:
-        """Of every micro-batch of a topology step that reads them; snfs averages those of all steps."""
+        """Request dense gradients in each micro-batch of a topology step that reads them (for snfs, of every step)."""
         step = int(self.engine.global_steps) + 1
         due = self.topology.is_due(step) and self.topology.reads_dense_gradients(step)
         self.layers.dense_gradients(not self.topology.masks_states or due)
@@ -129,7 +131,10 @@ class SparseCompute(Component):
         self.layers.crossovers = {**here, **kept}
         if others := list(self._chosen_otherwise(here)):
             some = "; ".join(others[:3]) + "; …" * (len(others) > 3)
-            logger.info("sparse layers go on as the run began; a run that began here would differ: %s", some)
+            logger.info(
+                "sparse layers keep the choices that this run began with; a new run on this machine would differ: %s",
+                some,
+            )
         self._follow()
 
     def _cases(self) -> Iterator[tuple[str, Case, tuple[float, float]]]:
@@ -150,7 +155,7 @@ class SparseCompute(Component):
             if case not in seen and any(_is_sparse(s, agreed) != _is_sparse(s, found) for s in sparsities):
                 seen.add(case)
                 rows, columns = case[1][:2]
-                yield f"{rows} × {columns} in {case[0]} is {_describe(agreed)} there and {_describe(found)} here"
+                yield f"{rows} × {columns} in {case[0]} is {_describe(agreed)} in this run and {_describe(found)} here"
 
 
 def _is_sparse(sparsity: float, crossover: float | None) -> bool:

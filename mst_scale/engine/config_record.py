@@ -1,7 +1,7 @@
-"""Keeps in checkpoints with which config a run was trained, and says on resume in one line what has changed since.
+"""Stores a run's config in its checkpoints, and on resume states in one line what has changed since.
 
-What would make the masks of a checkpoint meaningless is refused where they are read: `checkpoints.mask_files`, and for
-masks that a run is given `sparse`. A user may change everything else.
+Changes that would make the masks of a checkpoint meaningless are rejected where the masks are read
+(`checkpoints.mask_files`, `engine.masking`). Users may change everything else.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ class ConfigRecord(Component):
         }
 
     def load_state_dict(self, state: dict[str, Any] | None) -> None:
-        """Compare with the config that a checkpoint was saved with; None if it does not say."""
+        """Compare with the config in a checkpoint; None if it has none."""
         before = state
         self.changes = [] if before is None else differences(before, self.state_dict())
         if before is None:
-            logger.info("the checkpoint does not say with which config it was trained: changes are not checked")
+            logger.info("the checkpoint does not contain the config it was trained with: changes are not checked")
         elif self.changes:
             meant = set(differing(before, self.state_dict())) <= set(LENGTH)
             logger.log(INFO if meant else WARNING, "resuming with changes: %s", ", ".join(self.changes))

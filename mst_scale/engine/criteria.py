@@ -1,4 +1,4 @@
-"""Says what pruning and growing compare, where a parameter may store something else than its weights."""
+"""Defines the values that pruning and growing compare, because a parameter may not store its weights directly."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch import Tensor
 
 
 class Criteria(Protocol):
-    """Translates stored values, their gradients and momenta into those of the weights that layers multiply with."""
+    """Translates stored values, their gradients and momenta into those of the weights that layers multiply by."""
 
     def to_weight_gradient_(self, name: str, stored: Tensor, gradient: Tensor) -> None:
         """Turn the gradient of stored values into that of weights, in place."""

@@ -1,4 +1,4 @@
-"""Makes the masks of weights that have none yet: a first topology, or masks that a run is given and keeps."""
+"""Creates the first masks of a run: a first topology, or given masks that the run keeps."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ ZEROS = "zeros"
 def make_sparse(
     state: MaskState, store: zero_shards.Store, elements: Granularity, counts: Sequence[int], how: str
 ) -> None:
-    """Choose masks for the weights that the model has, and zero what is inactive.
+    """Choose masks for the weights of the model, and zero the inactive ones.
 
     Args:
         state: the masks, which are changed in place.
@@ -40,7 +40,7 @@ def make_sparse(
 
 
 def keep_given(state: MaskState, store: zero_shards.Store, given: GivenMasks) -> None:
-    """Take the given masks in place of what a schedule asks for, and zero what is inactive."""
+    """Use the given masks instead of those of a schedule, and zero the inactive weights."""
     flags = state.everyone.agree(lambda: [given.mask_of(store, i) for i in range(len(state.masks))])
     active = state.exchange.sum(torch.tensor([int(f.sum()) for f in flags], dtype=torch.int64)).tolist()
     for mask, kept, count in zip(state.masks, flags, active, strict=True):
@@ -51,12 +51,12 @@ def keep_given(state: MaskState, store: zero_shards.Store, given: GivenMasks) ->
 
 
 def depends_on_weights(initial: str, given: str | None) -> bool:
-    """Return whether the first masks of a run that starts sparse are read off its weights."""
+    """Return whether the first masks of a run that starts sparse depend on its weights."""
     return initial == "magnitude" if given is None else given == ZEROS
 
 
 def zero_inactive(state: MaskState, store: zero_shards.Store) -> None:
-    """Zero inactive weights in the master copy and in what the forward pass reads."""
+    """Zero inactive weights in the master copy and in the weights of the forward pass."""
     for i, mask in enumerate(state.masks):
         mask.retain_(store.weight(i))
         store.zero_read(i, mask.flags())
@@ -70,7 +70,7 @@ class GivenMasks:
         self.file = None if stated == ZEROS else OpenMasks(Path(stated))
 
     def check_names(self, parameters: Collection[str], targets: Collection[str]) -> None:
-        """Check that the model has what the file has masks for, and warn of what is in one of them alone.
+        """Check that the model has the parameters that the file has masks for, and warn about the differences.
 
         Raises:
             UserError: if the file has a mask for a parameter that the model does not have.
@@ -82,20 +82,20 @@ class GivenMasks:
             if name not in parameters and name not in bases:
                 near = difflib.get_close_matches(name, parameters, n=1, cutoff=0.0)
                 raise UserError(
-                    f"{self.file.path} has a mask for {name!r}, which is no parameter of this model: the nearest is "
+                    f"{self.file.path} has a mask for {name!r}, which is not a parameter of this model: the nearest is "
                     f"{near[0] if near else 'none'!r}"
                 )
         followed = {self._name_in_file(name) for name in targets}
         ignored = [name for name in self.file.names if name not in followed]
         if ignored:
             logger.warning(
-                "%s: %d masks are of parameters that mst.targets leaves out (%s) and are not applied",
+                "%s: %d masks belong to parameters that mst.targets leaves out (%s) and are not applied",
                 self.file.path, len(ignored), ignored[0],
             )  # fmt: skip
         missing = [name for name in targets if self._name_in_file(name) is None]
         if missing:
             logger.warning(
-                "%s: it has no mask for %d matrices (%s), which stay dense", self.file.path, len(missing), missing[0]
+                "%s: there is no mask for %d matrices (%s), which stay dense", self.file.path, len(missing), missing[0]
             )
 
     def mask_of(self, store: zero_shards.Store, i: int) -> Tensor:

@@ -1,7 +1,7 @@
 """Changes the weights of a run between its steps, at every ZeRO stage and in every precision.
 
-`module.load_state_dict` writes what the forward pass reads. Under ZeRO, bf16 or fp16 the next step writes that anew
-from its master copy, and nothing of the masks is known there.
+`module.load_state_dict` writes the weights of the forward pass and ignores the masks. Under ZeRO, bf16 or fp16, the
+next step overwrites them from the master copy.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def load_weights(engine: Engine, state_dict: Mapping[str, torch.Tensor], *, stri
     """
     of: Any = engine
     if not hasattr(of, "mst"):
-        raise SharedMistake("load_weights() changes an engine that mst_scale.initialize returns: this one has no .mst")
+        raise SharedMistake("load_weights() needs an engine returned by mst_scale.initialize: this one has no .mst")
     parameters = dict(zero_shards.named_parameters(of.module))
     named = dict(of.module.state_dict(keep_vars=True))
     buffers = {name: value for name, value in of.module.named_buffers() if name in named}
@@ -49,7 +49,7 @@ def load_weights(engine: Engine, state_dict: Mapping[str, torch.Tensor], *, stri
         what = f"lacks {missing[0]}" if missing else f"has {unknown[0]}, which this model does not"
         raise SharedMistake(
             f"load_weights: the state dict {what} ({len(missing)} missing, {len(unknown)} unknown names); strict=False "
-            "takes what there is"
+            "loads only the names that match"
         )
     shapes = {name: tuple(zero_shards.shape_of(p)) for name, p in parameters.items()}
     shapes |= {name: tuple(value.shape) for name, value in buffers.items()}

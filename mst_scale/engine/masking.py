@@ -56,10 +56,12 @@ class Masking(Component):
         schedule = self.state.schedule
         if self.given is not None and self.state.dense and self.engine.global_steps < schedule.sparse_until:
             if (file := self.given.file) is not None:
-                raise SharedMistake(f"{file.path} masks no weight of the matrices that mst.targets chooses")
+                raise SharedMistake(
+                    f"{file.path} masks no weight of the matrices in mst.targets: use another file or other targets"
+                )
             raise SharedMistake(
-                "method fixed keeps the zeros that the weights have, and they have none: load a pruned model "
-                "before mst_scale.initialize, or name a file with mst.masks"
+                "method fixed keeps the zeros of the weights, but no weight is zero: load a pruned model before "
+                "mst_scale.initialize, or name a mask file in mst.masks"
             )
 
     def after_backward(self) -> None:
@@ -70,8 +72,8 @@ class Masking(Component):
         trained = [(i, mask) for i, mask in enumerate(self.state.masks) if not store.frozen(i)]
         if store.group is None and trained and all(store.gradient(i) is None for i, _ in trained):
             raise SharedMistake(
-                "engine.step() was called without gradients: call engine.backward(loss) before each step, and no "
-                "zero_grad() in between"
+                "engine.step() was called without gradients: call engine.backward(loss) before each step, and "
+                "do not call zero_grad() in between"
             )
         for i, mask in trained:
             gradient = store.gradient(i)
@@ -103,7 +105,7 @@ class Masking(Component):
     # --- between steps ---
 
     def masks_restored(self) -> None:
-        """Zero moments of inactive weights: with load_optimizer_states=False they are those of the masks before."""
+        """Zero the moments of inactive weights: with load_optimizer_states=False, they belong to the previous masks."""
         if self.topology.masks_states:
             for i, mask in enumerate(self.state.masks):
                 mask.retain_(*self.store.states(i).values())
@@ -115,12 +117,12 @@ class Masking(Component):
         for mask, found, given in zip(self.state.masks, self.state.digests, self.given_digests, strict=True):
             if found != given and not mask.dense:
                 raise UserError(
-                    f"{checkpoint} has another mask for {mask.name} than {self.given.file.path}: name the file "
-                    "of masks that the run began with (mst.masks)"
+                    f"{checkpoint} has another mask for {mask.name} than {self.given.file.path}: set mst.masks to the "
+                    "mask file that the run began with"
                 )
 
     def begin_anew(self) -> None:
-        """Choose masks for weights that came without any."""
+        """Choose masks for weights that were loaded without masks."""
         for mask in self.state.masks:
             mask.forget()
         self.state.settled = int(self.engine.global_steps)
@@ -130,7 +132,7 @@ class Masking(Component):
         zero_inactive(self.state, self.store)
 
     def _choose_first_masks(self, step: int) -> None:
-        """Where the step is dense, masks stay dense. Later ones keep the largest weights, which training has sorted."""
+        """Choose the first masks; at a dense step they stay dense, and after training they keep the largest weights."""
         if self.given is not None:
             keep_given(self.state, self.store, self.given)
         elif sparsity := self.state.schedule.at(step).sparsity:
@@ -168,7 +170,7 @@ class Masking(Component):
         )
 
     def _describe_first_masks(self) -> str:
-        """Of runs that start sparse. Whether their weights are trained already, nobody here can tell."""
+        """Describe the first masks of a run that starts sparse; whether its weights are trained is not known here."""
         if not self.state.schedule.at(0).sparsity:
             return ""
         if self.initial == "magnitude":
@@ -176,7 +178,7 @@ class Masking(Component):
         return "; the first masks are random (for weights that are trained already: mst.sparsity.initial = magnitude)"
 
     def _warn_of_few_blocks(self) -> None:
-        """Warn of layers that `min_blocks` keeps denser than the sparsity asked for."""
+        """Warn about layers that `min_blocks` keeps denser than the requested sparsity."""
         elements, masks = self.topology.elements, self.state.masks
         if not isinstance(elements, Blocks):
             return
@@ -185,8 +187,8 @@ class Masking(Component):
         short = [i for i in range(len(counts)) if least[i] > counts[i]]
         if short:
             logger.warning(
-                "mst.topology.granularity.min_blocks = %d keeps %d of %d parameters denser than the %.0f %% sparsity "
-                "asked for: %s has %d × %d blocks and keeps %d or more of them instead of %d. Use smaller blocks or a "
+                "mst.topology.granularity.min_blocks = %d keeps %d of %d parameters denser than the requested sparsity "
+                "of %.0f %%: %s has %d × %d blocks and keeps %d or more of them instead of %d. Use smaller blocks or a "
                 "smaller min_blocks",
                 elements.least,
                 len(short),

@@ -1,6 +1,6 @@
-"""Lets `engine.load_checkpoint` load a checkpoint of another number of ranks (`training.reshape_on_load`).
+"""Makes `engine.load_checkpoint` load checkpoints of another number of ranks (`training.reshape_on_load`).
 
-The copy that such a load needs is the one of `mst reshape`. The first rank makes it, inside the checkpoint, while the
+Such a load needs the copy that `mst reshape` makes. The first rank makes it, inside the checkpoint, while the
 others wait. `mst_scale.pretrain` does the same without this key.
 """
 

@@ -1,7 +1,7 @@
-"""Gives the model its part of every sequence, where an mpu cuts sequences over ranks; what cannot follow is refused.
+"""Gives a model its part of every sequence if an mpu splits sequences over ranks; unsupported models are rejected.
 
-Models of mst_scale follow by `sequence_parallel`. Models of transformers follow by DeepSpeed's UlyssesSPAttentionHF,
-which has cut them before they come here, and whose mpu tells.
+Models of mst_scale split sequences with `sequence_parallel`. Models of transformers do so with DeepSpeed's
+UlyssesSPAttentionHF, which has already changed them and is recognized by its mpu.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ JOINED = ("gpt2",)  # their attention joins heads by a reshape of its own, after
 
 
 def cut_sequences(model: nn.Module, *more: Any, **others: Any) -> None:
-    """`more` are `deepspeed.initialize`'s arguments from the fifth on, as in `check_arguments`."""
+    """Split the model's sequences; `more` are the arguments of `deepspeed.initialize` from the fifth on."""
     mpu = inspect.signature(deepspeed.initialize).bind(None, model, None, None, *more, **others).arguments.get("mpu")
     ranks_of = getattr(mpu, "get_sequence_parallel_world_size", None)
     parts = 1 if ranks_of is None else int(ranks_of())
@@ -30,15 +30,15 @@ def cut_sequences(model: nn.Module, *more: Any, **others: Any) -> None:
     if theirs:
         if not hasattr(mpu, "initialize_sequence_parallel"):
             raise UserError(
-                f"{type(theirs[0]).__name__} would attend within its part of a sequence only: let DeepSpeed cut it, "
-                "and give the mpu that UlyssesSPAttentionHF.register_with_transformers returns"
+                f"{type(theirs[0]).__name__} would attend only within its part of a sequence: let DeepSpeed split the "
+                "sequences, and pass the mpu that UlyssesSPAttentionHF.register_with_transformers returns"
             )
         for module in theirs:
             if getattr(module.config, "model_type", "") in JOINED:
                 raise UserError(
-                    f"{type(module).__name__} does not work on parts of sequences: it reshapes the result of attention "
-                    "by heads, which UlyssesSPAttentionHF has joined already. Train it with sequences whole, or the "
-                    "GPT of mst_scale with its weights"
+                    f"{type(module).__name__} does not support split sequences: it reshapes the result of attention by "
+                    "heads, which UlyssesSPAttentionHF has already joined. Train it without sequence parallelism, or "
+                    "initialize the GPT of mst_scale with its weights"
                 )
         return
     assert mpu is not None
@@ -46,10 +46,10 @@ def cut_sequences(model: nn.Module, *more: Any, **others: Any) -> None:
     knows = any(isinstance(getattr(module, "part", None), SequenceShard) for module in model.modules())
     if not (attends and knows):
         logger.warning(
-            "sequences are cut over %d ranks: %s %s",
+            "sequences are split over %d ranks: %s %s",
             parts,
             type(model).__name__,
-            "has to count positions and to average its loss over them by itself (SequenceShard)"
+            "must itself compute positions and average its loss over the ranks (SequenceShard)"
             if attends
-            else "has no attention of mst_scale, and has to join them by itself",
+            else "has no attention layers of mst_scale and must itself combine the parts",
         )

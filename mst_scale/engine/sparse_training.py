@@ -5,23 +5,23 @@ Each component does one thing (see `component.Component`).
     Masking           keeps inactive weights at 0: masks gradients and, where the optimizer needs it, updates
     WeightChecks      stops the run if the optimizer has moved an inactive weight
     Topology          prunes and grows at topology steps
-    SparseCompute     lets layers multiply with their masks
+    SparseCompute     makes layers compute with their masks
     DriftChecks       stops the run if the ranks' masks differ
-    WeightFunctions   lets layers multiply with a function of what they store, for methods that do
-    AttentionPattern  lets attention follow the schedule
-    Callbacks         calls what `on_step` and `on_topology_step` were given
-    ChangedWeights    notices weights that something else than a step has changed
-    ConfigRecord      keeps the config in checkpoints, and compares it on resume
+    WeightFunctions   makes layers multiply by a function of the stored tensor, for methods that define one
+    AttentionPattern  sets the attention pattern of the schedule
+    Callbacks         calls the functions given to `on_step` and `on_topology_step`
+    ChangedWeights    detects weights that were changed outside of optimizer steps
+    ConfigRecord      stores the config in checkpoints, and compares it on resume
 
-One optimizer step, with what is added to DeepSpeed's own marked by *:
+One optimizer step; additions to DeepSpeed's own step are marked by *:
 
-    reduced gradients are at hand
+    gradients are reduced
   * WeightChecks, Topology decide what this step does; ChangedWeights rejects weights changed meanwhile
   * Topology keeps this rank's gradient on a topology step; Masking masks it, so that its norm is the sparse model's
     norm, clipping; an overflow ends the step here, and the topology step stays due
     the optimizer updates master weights (or leaves them, with topology.replaces_update on a topology step)
-  * Muon: Masking masks the orthogonalised update, which has filled what is inactive
-  * WeightChecks counts inactive weights that were moved; Topology prunes, grows, and starts what has grown
+  * Muon: Masking masks the orthogonalized update, which is not 0 at inactive weights
+  * WeightChecks counts inactive weights that were moved; Topology prunes and grows, and initializes grown weights
     low-precision copy and gather
   * SparseCompute takes the new masks; DriftChecks compares them; AttentionPattern sets the pattern of the next step
 """
@@ -75,7 +75,7 @@ C = TypeVar("C", bound=Component)
 
 
 class Callbacks(Component):
-    """Functions that want to know of every step."""
+    """Functions to call after every step."""
 
     def __init__(self) -> None:
         self.calls: list[Callable[[], None]] = []
@@ -89,7 +89,7 @@ class SparseTraining:
     """The components of one engine, in their order; the public part is `types.MST`."""
 
     def __init__(self, engine: Any, experiment: Experiment, own_loop: bool):
-        """Check that the engine can be trained as the config asks, and choose first masks, on all ranks together."""
+        """Check that the engine supports the config, and choose the first masks, on all ranks together."""
         self.engine, self.experiment = engine, experiment
         self.method, self.schedule = experiment.mst.method, experiment.schedule
         self.span: Callable[[str], AbstractContextManager[Any]] = nullcontext  # a stopwatch of whoever measures this
@@ -175,7 +175,7 @@ class SparseTraining:
         return Channels(self.units.units, names, seed, lambda step: self.schedule.at(step).sparsity, lambda: self.step)
 
     def _read_given(self) -> GivenMasks | None:
-        """Read the masks that `mst.masks` names. One host may lack the file, for example."""
+        """Read the masks that `mst.masks` names; on one host, for example, the file may be missing."""
         if (stated := self.experiment.mst.masks) is None:
             return None
         mine = {name: None for name, _ in zero_shards.named_parameters(self.engine.module)}
@@ -189,7 +189,7 @@ class SparseTraining:
         return self.state.everyone.agree(read)
 
     def _plan_revival(self, under_way: TopologyStep) -> None:
-        """Revive, at the topology step under way, dead units whose last masks go."""
+        """Plan to revive, at the current topology step, dead units whose last masks are removed."""
         masks, elements = self.state.masks, self.topology.elements
         full = full_after(under_way, self.state, self.topology.shapes)
         masked = {mask.name: mask.active / mask.numel for mask in masks if not mask.dense}
@@ -203,7 +203,7 @@ class SparseTraining:
         self.units.plan_revival(under_way.step, full, masked, active)
 
     def begin(self) -> None:
-        """Start all components, after every check has passed, and say in one line what was chosen."""
+        """Start all components after every check has passed, and log in one line what was chosen."""
         for component in self.components:
             if component.state_key is not None:
                 zero_shards.carry_state(
@@ -218,7 +218,7 @@ class SparseTraining:
 
     @property
     def step(self) -> int:
-        """Finished optimizer steps."""
+        """Number of optimizer steps taken."""
         return int(self.engine.global_steps)
 
     @property
@@ -234,29 +234,29 @@ class SparseTraining:
 
     @property
     def attended(self) -> int:
-        """Attention layers that follow the pattern."""
+        """Number of attention layers that use the pattern."""
         return self.attention.layers
 
     @property
     def sparsity(self) -> float:
-        """Share of the target parameters' weights that are inactive."""
+        """Fraction of inactive weights among the target parameters."""
         return 0.0 if self.measured is None else self.measured.sparsity()
 
     def densities(self) -> dict[str, float]:
-        """Return the share of active weights by parameter name."""
+        """Return the fraction of active weights by parameter name."""
         return {} if self.measured is None else self.measured.densities()
 
     def gradient_densities(self) -> dict[str, float] | None:
-        """Return the same of the products that give gradients of weights, if a method counts them otherwise."""
+        """Return the densities with which products for weight gradients are counted, if not those of `densities()`."""
         return None if self.measured is None else self.measured.gradient_densities()
 
     def dead_units(self) -> Mapping[str, tuple[int, int]]:
-        """Return (dead, all) units by kind, over all ranks together; {} if nothing is sparse or no units are known."""
+        """Return (dead, all) units by kind over all ranks; {} if nothing is sparse or no units are known."""
         return self.state.stages.added(self.units.count()) if self.masks_weights else {}
 
     @property
     def revived(self) -> Mapping[str, tuple[int, int]]:
-        """(revived, all) units by kind, if the last step has revived any."""
+        """(revived, all) units by kind, if the last step revived any."""
         return self.topology.revived if self.masks_weights and self.changed_at == self.step else {}
 
     woken = renamed_attribute("woken", "revived")
@@ -277,18 +277,18 @@ class SparseTraining:
         return self.state.masks
 
     def check_drift(self) -> None:
-        """Stop on all ranks if a mask is no longer what the last topology step left. Call it on every rank."""
+        """Raise an error on all ranks if a mask has changed since the last topology step. Call it on every rank."""
         if self.masks_weights:
             self.drift.check()
 
     def on_step(self, call: Callable[[MST], None]) -> None:
-        """Call `call(engine.mst)` at the end of every optimizer step, on every rank, taken or skipped."""
+        """Run `call(engine.mst)` on every rank at the end of every optimizer step, including skipped ones."""
         if not self.follows_steps and not self.callbacks.calls:  # the engine is DeepSpeed's own until somebody asks
             zero_shards.around_model_step(self.engine, self.before_step, self.after_step)
         self.callbacks.calls.append(lambda: call(self))
 
     def on_topology_step(self, call: Callable[[MST], None]) -> None:
-        """Do the same at the end of the steps that have pruned and grown: `changes` say what."""
+        """Run `call(engine.mst)` on every rank after each step that pruned and grew weights; see `changes`."""
         self.on_step(lambda mst: call(mst) if mst.changed_at == mst.step else None)
 
     # --- zero_shards.hooks.Follower: what the engine tells it ---
@@ -304,7 +304,7 @@ class SparseTraining:
         return self.masks_weights or self.attention.changes or self.functions is not None
 
     def before_step(self) -> None:
-        """Gradients are reduced and not yet clipped."""
+        """Follow DeepSpeed to the point at which gradients are reduced and not yet clipped."""
         self._stepping, self._updated = True, False
         for component in reversed(self.components):  # ChangedWeights rejects first, Topology decides before Masking
             component.before_step()
@@ -322,16 +322,16 @@ class SparseTraining:
         return any(component.holds_update() for component in self.components)
 
     def mask_update(self, parameter: torch.nn.Parameter, update: torch.Tensor) -> None:
-        """Zero what is inactive in this rank's slice of an update, flat."""
+        """Zero the inactive weights in this rank's slice of an update, flat."""
         for component in self.components:
             component.mask_update(parameter, update)
 
     def after_update(self, tensors: Collection[int]) -> None:
-        """Follow the update of these master tensors (ids); what the forward pass reads is not yet written."""
+        """Follow the update of these master tensors (ids), before weights of the forward pass are written."""
         if not self._stepping:
             raise SharedMistake(
-                f"{zero_shards.optimizer_name(self.engine)} has taken a step of its own, past DeepSpeed's engine, and "
-                "no mask was applied: call engine.step(), not optimizer.step()"
+                f"{zero_shards.optimizer_name(self.engine)}.step() was called directly, so no mask was applied: call "
+                "engine.step() instead"
             )
         self._updated = True
         with self._span():
@@ -347,7 +347,7 @@ class SparseTraining:
 
     @contextmanager
     def aside(self) -> Iterator[None]:
-        """Let forward and backward passes inside this context not count for the step under way."""
+        """Return a context whose forward and backward passes are not part of the current step."""
         with ExitStack() as stack:
             for component in self.components:
                 stack.enter_context(component.aside())
@@ -360,7 +360,7 @@ class SparseTraining:
     # --- checkpoints ---
 
     def finish_save(self) -> None:
-        """Wait until the last checkpoint is written, with `training.async_save`; raise an error if it could not be."""
+        """With `training.async_save`, wait until the last checkpoint is written; raise an error if that failed."""
         saved = None if self.saves is None else self.saves.finish()
         if saved is not None and saved.error is not None:
             raise OSError(f"the checkpoint of step {saved.step} was not saved: {saved.error}")
@@ -381,14 +381,14 @@ class SparseTraining:
         return mask_files.save(checkpoint, self.state, self.step, self.dead_units())
 
     def loading(self, checkpoint: Path) -> Callable[[], None]:
-        """Give compact layers the index of a checkpoint whose weights come next; return what undoes it."""
+        """Give compact layers the index of a checkpoint before its weights are loaded; return how to undo it."""
         topology = self.topology if self.masks_weights else None
         if not isinstance(topology, CompactTopology):
             return lambda: None
         return self.state.everyone.agree(lambda: topology.take_index(checkpoint))
 
     def loaded(self, checkpoint: Path, state: dict[str, Any] | None) -> None:
-        """Weights and states are loaded; `state` is what `saving` returned then, None if the checkpoint has none."""
+        """Follow a load of weights and states; `state` is what `saving` returned, or None if there is none."""
         if self.masks_weights:
             self._restore(checkpoint, state)
         self.masks_replaced()
@@ -397,15 +397,15 @@ class SparseTraining:
         """`engine.load_checkpoint(…, load_module_only=True)`: weights without states or step, at every ZeRO stage."""
         if self.step and not self.masks.dense:
             raise UserError(
-                "load_module_only would put weights where this run's masks have none: load them before the first step, "
-                "or change weights in mid-run with mst_scale.load_weights(engine, state_dict)"
+                "load_module_only would write weights that this run's masks keep at 0: load them before the first "
+                "step, or change weights during the run with mst_scale.load_weights(engine, state_dict)"
             )
         state = warm_start.take_weights(self.engine, checkpoint)
         self.begin_with_these_weights()
         return {key: value for key, value in state.items() if key != "module"}
 
     def take_masks(self, checkpoint: Path) -> None:
-        """Take the masks of a checkpoint whose weights have just been taken; `masks_replaced` follows, at its step."""
+        """Load the masks of a checkpoint whose weights were just loaded; call `masks_replaced` next, at its step."""
         if self.masks_weights:
             self._restore(checkpoint, mask_files.read(mask_files.file_of(checkpoint, 0))[0])
 
@@ -414,23 +414,23 @@ class SparseTraining:
         self.state.everyone.agree(lambda: self.masking.check_given(checkpoint))
 
     def masks_replaced(self) -> None:
-        """Rebuild derived state after masks and the step were replaced."""
+        """Rebuild derived state after the masks and the step were replaced."""
         for component in self.components:
             component.masks_restored()
 
     def begin_with_these_weights(self) -> None:
-        """Weights came without masks: choose those that the schedule asks for at this step."""
+        """Choose the masks that the schedule requires at this step, after weights were loaded without masks."""
         if self.masks_weights:
             self.masking.begin_anew()
             self.masks_replaced()
         self.weights_taken()
 
     def weights_taken(self) -> None:
-        """Weights are in place: where layers multiply with functions, store what stands for these weights."""
+        """Follow loaded weights: if layers multiply by functions, store the tensors that yield these weights."""
         for component in self.components:
             component.weights_replaced()
 
     def weights_written(self) -> None:
-        """Somebody has changed weights between two steps, master copy and all."""
+        """Follow a change of the weights and their master copy between two steps."""
         for component in self.components:
             component.weights_written()

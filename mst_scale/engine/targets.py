@@ -1,4 +1,4 @@
-"""Chooses the parameters of a model that become sparse, by the words of a config."""
+"""Chooses the parameters of a model that become sparse, by `mst.targets`."""
 
 from __future__ import annotations
 
@@ -17,15 +17,19 @@ BARE = re.compile(r"embed|pos_emb|norm", re.IGNORECASE)  # in a parameter's path
 
 
 def choose_targets(model: nn.Module, targets: TargetsConfig, frozen: bool = False) -> dict[str, nn.Parameter]:
-    """Matrices whose name matches an `include` glob and no `exclude` glob, in parameter order.
+    """Return the matrices whose name matches an `include` glob and no `exclude` glob, in parameter order.
 
-    Vectors (also those of shape (1, n) or (n, 1, 1)), biases, norms and embeddings never do: by their modules, and a
-    parameter that is no layer's weight by its name. Neither do adapters. The head does if `lm_head` says so, also where
-    it is the token embedding. `frozen`: matrices that are not trained may, whose masks are given and kept.
+    Vectors (also those of shape (1, n) or (n, 1, 1)), biases, norms, embeddings and adapters are never included. They
+    are recognized by their modules; a parameter that is not a layer's weight, by its name. The head is included if
+    `lm_head` is set, even if it is the token embedding. `frozen` includes matrices that are not trained, whose masks
+    are given.
     """
     head = _head_of(model)
     if not hasattr(model, "get_output_embeddings") and not targets.lm_head:
-        logger.info("the model has no get_output_embeddings: mst.targets.lm_head finds no head, use exclude")
+        logger.info(
+            "mst.targets.lm_head has no effect: the model does not define get_output_embeddings(). "
+            "Exclude the head by name in mst.targets.exclude"
+        )
     tables = [m for m in model.modules() if isinstance(m, TABLES)]
     embeddings = {id(p) for m in tables for p in m.parameters(recurse=False)}
     norms = {id(p) for m in model.modules() if "norm" in type(m).__name__.lower() for p in m.parameters(recurse=False)}
@@ -41,8 +45,8 @@ def choose_targets(model: nn.Module, targets: TargetsConfig, frozen: bool = Fals
     matrices = {name: p for name, p in all_matrices.items() if p.requires_grad or frozen}
     if all_matrices and not matrices:
         raise UserError(
-            f"every matrix that could be sparse is frozen ({len(all_matrices)} of them; adapters never are sparse): "
-            "method fixed keeps the zeros of frozen weights, and methods that prune need weights that are trained"
+            f"all {len(all_matrices)} matrices that could be sparse are frozen (adapters are never sparse): use method "
+            "fixed, which keeps the zeros of frozen weights, or unfreeze the weights"
         )
     if adapters:
         logger.info("%d parameters belong to adapters, which are never sparse", len(adapters))

@@ -1,4 +1,4 @@
-"""Resolves `mst.sparsity.sparse_tokens` in a custom loop, whose model and batch only the engine knows.
+"""Resolves `mst.sparsity.sparse_tokens` in your own training loop, whose model and batch only the engine knows.
 
 `pretrain` reads both from the config. Here the limit becomes durations, as shares of the run, before the schedule is
 built: checkpoints and recorded configs then have what the run trains with.
@@ -40,9 +40,9 @@ def with_durations(
     if states(config, "model", "seq_length"):  # the positions of a transformers model are only a largest length
         length = experiment.model.seq_length
     if length is None or size is None:
-        fix = '"model": {"seq_length": N}' if length is None else "durations in steps, because the model is cut,"
+        fix = '"model": {"seq_length": N}' if length is None else "durations in steps, because the model is split,"
         logger.warning(
-            "mst.sparsity.sparse_tokens has no effect: tokens per parameter are not known in this loop; add %s to the "
+            "mst.sparsity.sparse_tokens has no effect: the number of tokens per parameter is unknown; add %s to the "
             "config",
             fix,
         )
@@ -64,7 +64,7 @@ def unlimited(experiment: Experiment) -> Experiment:
 
 
 def whole_size(model: torch.nn.Module, is_part: bool) -> int | None:
-    """Return the number of parameters of a model that ZeRO-3 may have cut already; None if it is a part of one."""
+    """Return the number of parameters of a model, which ZeRO-3 may have partitioned; None for a part of a model."""
     if is_part:
         return None
     return sum(int(getattr(p, "ds_numel", p.numel())) for p in model.parameters())

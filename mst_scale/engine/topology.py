@@ -1,4 +1,4 @@
-"""Changes the masks at topology steps: prune, grow, zero what was pruned, start what has grown.
+"""Changes the masks at topology steps: prunes, grows, zeros pruned weights, and initializes grown ones.
 
 Adam divides by √v̂, v̂ = v / (1 - β₂ᵗ), and t counts all its updates: a weight that grows with v = 0 would take first
 updates up to √(1 - β₁)²/(1 - β₂) times too large. With v = (1 - β₂ᵗ)·g₀² they start at (1 - β₁) of a usual update and
@@ -32,7 +32,7 @@ Counts = Mapping[str, tuple[int, int]]
 
 
 class Granularity(Protocol):
-    """What is pruned and grown as one: `mixed_growing.blocks.Elements`, `Blocks` or `dead_units.live.Channels`."""
+    """The unit of pruning and growing: `mixed_growing.blocks.Elements`, `Blocks` or `dead_units.live.Channels`."""
 
     @property
     def side(self) -> int:
@@ -40,7 +40,7 @@ class Granularity(Protocol):
 
     @property
     def suffix(self) -> str:
-        """Describe it in the run's first log line."""
+        """Return its description for the run's first log line."""
 
     def grid_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
         """Return the shape of a matrix in elements."""
@@ -54,7 +54,7 @@ class Granularity(Protocol):
 
 
 class Revival(Protocol):
-    """Gives weights to units that no gradient reaches, when their masks go (`dead_units.live.LiveUnits`)."""
+    """Gives weights to units that no gradient reaches, when masks are removed (`dead_units.live.LiveUnits`)."""
 
     @property
     def revived(self) -> Counts:
@@ -79,11 +79,11 @@ class Revival(Protocol):
 
 @dataclass
 class TopologyStep:
-    """A topology step under way: what it goes by, and what it has done so far."""
+    """The current topology step: its inputs, and its results so far."""
 
     step: int
     targets: list[int]
-    """Elements of each parameter that shall be active."""
+    """Number of elements to keep active in each parameter."""
     update_fraction: float
     reads_dense_gradients: bool
     """Whether growth or moments read gradients of inactive weights."""
@@ -125,13 +125,13 @@ class Topology(Component):
 
     @property
     def masks_states(self) -> bool:
-        """Whether optimizer states of inactive weights are 0; snfs averages dense gradients in Adam's own moment."""
+        """Whether optimizer states of inactive weights are 0; with snfs, Adam's first moment is of dense gradients."""
         return "momentum" not in self.policy.reads
 
     # --- the schedule ---
 
     def is_due(self, step: int) -> bool:
-        """Return whether this step changes the topology, or makes up for one that was skipped."""
+        """Return whether this step changes the topology, including a topology step that was skipped before."""
         return any(self.state.schedule.is_topology_step(s) for s in range(self.state.settled + 1, step + 1))
 
     def reads_dense_gradients(self, step: int) -> bool:
@@ -143,7 +143,7 @@ class Topology(Component):
         return self.config.reads_dense_gradients(point.update_fraction, denser)
 
     def counts(self, sparsity: float) -> list[int]:
-        """Return the elements to keep active in each parameter of this rank, out of a budget for the whole model."""
+        """Return how many elements stay active in each parameter of this rank, from the budget of the whole model."""
         shapes: Any = list(self.shapes.values())
         of = dict(zip(self.shapes, active_counts(shapes, sparsity, self.distribution), strict=True))
         return [of[mask.name] for mask in self.state.masks]
@@ -207,7 +207,7 @@ class Topology(Component):
     # --- pruning and growing ---
 
     def _evolve(self, under_way: TopologyStep, here: list[int]) -> list[Change]:
-        """Prune and grow these parameters to the target of the step that is being taken."""
+        """Prune and grow these parameters to the target of the current step."""
         masks, config = self._masks, self.config
         states = {i: self.store.states(i) for i in here}
         layers = {i: self._layer(under_way, i, states[i].get("exp_avg")) for i in here}
@@ -257,7 +257,7 @@ class Topology(Component):
         return Layer(mask, under_way.targets[i], weight, under_way.gradients[i], momentum)
 
     def _start_grown(self, i: int, change: Change, gradient: Tensor, usual: float | None) -> None:
-        """Give what has grown, and what is revived, the second moment it would have had with a usual gradient.
+        """Give grown and revived weights the second moment that they would have had with a usual gradient.
 
         `usual` is the mean square of the layer's gradients.
         """
@@ -284,6 +284,6 @@ class Topology(Component):
 
 
 def full_after(under_way: TopologyStep, state: MaskState, shapes: Mapping[str, Sequence[int]]) -> set[str]:
-    """Return the names of this rank's parameters that are dense after the step under way."""
+    """Return the names of this rank's parameters that are dense after the current step."""
     pairs = zip(state.masks, under_way.targets, strict=True)
     return {mask.name for mask, count in pairs if count == math.prod(shapes[mask.name])}

@@ -57,10 +57,10 @@ class MST(Protocol):
         """The step that the last topology step ended, or 0 if there was none."""
 
     def check_drift(self) -> None:
-        """Raise an error on all ranks if a mask is not what the last topology step left. Call it on every rank."""
+        """Raise an error on all ranks if a mask has changed since the last topology step. Call it on every rank."""
 
     def finish_save(self) -> None:
-        """Wait until the last checkpoint is written, with `training.async_save`. Call it on every rank.
+        """With `training.async_save`, wait until the last checkpoint is written. Call it on every rank.
 
         Raises:
             OSError: The checkpoint could not be written.

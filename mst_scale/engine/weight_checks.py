@@ -24,12 +24,12 @@ FIRST = 3  # updates of a run that are checked
 
 
 class DriftChecks(Component):
-    """Compares the masks of all ranks with what the last topology step left, every `mst.topology.check_every` steps."""
+    """Checks every `mst.topology.check_every` steps that no mask has changed since the last topology step."""
 
     def __init__(self, engine: Any, state: MaskState, same_layers: Exchange, every: int):
         self.engine, self.state, self.every = engine, state, every
         self.same_layers = same_layers
-        """All ranks that hold some of this rank's layers, replicas too."""
+        """All ranks that hold some of this rank's layers, including replicas."""
 
     def is_due(self, step: int) -> bool:
         """Return whether masks are compared after this step."""
@@ -40,7 +40,7 @@ class DriftChecks(Component):
             self.check()
 
     def check(self) -> None:
-        """Stop on all ranks if a mask is no longer what the last topology step left. One small all-reduce."""
+        """Raise an error on all ranks if a mask has changed since the last topology step. One small all-reduce."""
         _on_all_stages(self.state, self.compare)
 
     def compare(self) -> None:
@@ -111,8 +111,8 @@ class WeightChecks(Component):
             raise SharedMistake(
                 f"{zero_shards.optimizer_name(self.engine)} moves weights that have no gradient: {sum(moved)} masked "
                 f"weights are not 0 after step {step}, {moved[worst]} of them in {masks.names[worst]}; choose one "
-                "that leaves them (AdamW with eps > 0, SGD, Adagrad), change weights between steps with "
-                "mst_scale.load_weights alone, or set "
+                "that does not (AdamW with eps > 0, SGD, Adagrad), change weights between steps only with "
+                "mst_scale.load_weights, or set "
                 "mst.topology.rezero to true, which zeroes them and their optimizer states after every update"
             )
 

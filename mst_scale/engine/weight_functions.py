@@ -1,7 +1,7 @@
-"""Lets layers multiply with a function of what their parameters store, until the schedule turns dense (`methods`).
+"""Makes layers multiply by a function of their stored parameters, until the schedule turns dense (`methods`).
 
-The optimizer, ZeRO and the files of a checkpoint see stored values alone. What a function starts and ends with is
-computed by one rank and sent to those that hold the same weights, so that all store the same.
+The optimizer, ZeRO and checkpoint files see only the stored values. The values with which a function starts, and the
+weights with which it ends, are computed by one rank and sent to the ranks that hold the same weights.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class LayerFunction:
 
 
 class Pulled(torch.autograd.Function):
-    """What is stored; on the way back its gradient gets this pass's part of the pull."""
+    """Returns the stored tensor; the backward pass adds its part of the pull (the method's regularization)."""
 
     @staticmethod
     def forward(ctx: Any, stored: torch.Tensor, layer: LayerFunction) -> torch.Tensor:
@@ -93,14 +93,16 @@ class WeightFunctions(Component):
         if (reason := describe_method_conflict(mst, cut)) is not None:
             raise UserError(reason)
         if zero_shards.uses_muon(engine):
-            raise UserError(f"method {self.method} trains what lies behind weights, and Muon needs these: use AdamW")
+            raise UserError(
+                f"method {self.method} trains stored tensors, but Muon needs the weights themselves: use AdamW"
+            )
         head = getattr(engine.module, "get_output_embeddings", lambda: None)()
         tables = [p for m in engine.module.modules() if isinstance(m, zero_shards.TABLES) for p in m.parameters()]
         for name, shape in self.shapes.items():
             if head is not None and self.targets[name] is head.weight and any(head.weight is p for p in tables):
                 raise UserError(
-                    f"method {self.method}: {name} is the tied head: the embedding would look up what is stored, not "
-                    "weights: set mst.targets.lm_head to false"
+                    f"method {self.method}: {name} is a tied head, so the embedding would read stored values instead "
+                    "of weights: set mst.targets.lm_head to false"
                 )
             reason = function.unsupported_reason(shape, self.targets[name].device.type, self.targets[name].dtype)
             if reason is not None:
@@ -117,21 +119,21 @@ class WeightFunctions(Component):
         self.first_squares: dict[int, torch.Tensor] = {}  # by layer, while the first step after `end` is under way
 
     def use(self, products: dict[str, Product] | None) -> None:
-        """Let these products call the functions; None for a run without masks, which gets products of its own."""
+        """Make these products call the functions; None for a run without masks, which gets its own products."""
         if products is None:
             products = SparseLayers(self.engine.module, self.targets, self.shapes, "dense", always=True).products
         for name in self.targets:
             if name not in products or products[name].across:
                 raise UserError(
-                    f"method {self.method}: {name} is not the weight of an nn.Linear, which would call it: "
-                    "exclude it by mst.targets"
+                    f"method {self.method}: {name} is not the weight of an nn.Linear, which this method requires: "
+                    "exclude it with mst.targets.exclude"
                 )
         self.products = products
 
     # --- when they hold ---
 
     def hold_at(self, step: int) -> bool:
-        """Whether the forward pass after so many steps computes with them: to the end where nothing dense follows."""
+        """Return whether the forward pass after a step uses the functions: to the end if no dense phase follows."""
         ends_sparse = self.schedule.sparse_until == self.schedule.total_steps
         return self.always or ends_sparse or step < self.schedule.sparse_until
 
@@ -160,7 +162,7 @@ class WeightFunctions(Component):
         self._follow(self._step)
 
     def weights_replaced(self) -> None:
-        """Store what stands for the weights that the model has."""
+        """Store the tensors that yield the current weights of the model."""
         if self.hold_at(self._step):
 
             def stored(layer: LayerFunction, weight: torch.Tensor) -> torch.Tensor:
@@ -175,7 +177,7 @@ class WeightFunctions(Component):
         return int(self.engine.global_steps)
 
     def _follow(self, step: int) -> None:
-        """Let the products compute as the next step wants it."""
+        """Set how the products compute in the next step."""
         holds = self.hold_at(step)
         kept = self._kept(step) if holds else {}
         for name, layer in self.layers.items():
@@ -186,13 +188,13 @@ class WeightFunctions(Component):
         return zero_shards.loss_scale(self.engine) / zero_shards.passes_of_a_step(self.engine)
 
     def _check_pulls(self) -> None:
-        """Of the step that is about to be taken: a whole one for every layer."""
+        """Check that each layer has one backward pass per micro-batch of the step that is about to be taken."""
         for name, layer in self.layers.items():
             if layer.pulls not in (0, self.engine.gradient_accumulation_steps()):
                 raise UserError(
                     f"method {self.method}: {layer.pulls} backward passes went through {name} in a step of "
-                    f"{self.engine.gradient_accumulation_steps()} micro-batches, each with a part of the method's "
-                    "pull: a weight that is used several times has to be excluded by mst.targets"
+                    f"{self.engine.gradient_accumulation_steps()} micro-batches, so the method's regularization would "
+                    "be applied too often: exclude a weight that is used several times with mst.targets.exclude"
                 )
             layer.pulls = 0
 
@@ -202,7 +204,7 @@ class WeightFunctions(Component):
         return dict(zip(self.shapes, counts, strict=True))
 
     def _end_if_due(self, step: int) -> None:
-        """After the last step that they hold at: go on with weights."""
+        """Continue with plain weights after the last step that uses the functions."""
         if self.hold_at(step) or not self.hold_at(step - 1):
             return
         moved = self._replace(lambda layer, stored: self.function.end(stored, layer.kept, layer.scale))
@@ -213,7 +215,7 @@ class WeightFunctions(Component):
             self.reseed = True
 
     def _keep_first_squares(self) -> None:
-        """Keep the squares with which Adam's second moments begin, since those of other values are gone.
+        """Keep the squared gradients with which Adam's second moments begin, since those of other values are discarded.
 
         They are of the first gradient or of the layer's usual one, whichever is larger.
         """
@@ -235,7 +237,7 @@ class WeightFunctions(Component):
         self.first_squares, self.reseed = {}, False
 
     def _replace(self, new: Any) -> bool:
-        """Put `new(layer, matrix)` in the place of every matrix; whether any has changed."""
+        """Replace every matrix by `new(layer, matrix)`; return whether any has changed."""
         first = dist.get_global_rank(self.replicas, 0)
         changed = False
         parameters = dict(zero_shards.named_parameters(self.engine.module))
@@ -290,7 +292,7 @@ class WeightFunctions(Component):
     # --- what others read ---
 
     def densities(self) -> dict[str, float]:
-        """Return the FLOPs of the layers' products over those of dense ones."""
+        """Return the FLOPs of the layers' products divided by those of dense products."""
         return self._shares(self.function.density)
 
     def gradient_densities(self) -> dict[str, float]:
@@ -312,7 +314,7 @@ class WeightFunctions(Component):
         weights = sum(math.prod(shape) for shape in self.shapes.values())
         options = ", ".join(f"{key} {value}" for key, value in asdict(self.options).items())
         return (
-            f"{len(self.shapes)} matrices with {weights:,} weights are multiplied as functions of what is stored"
+            f"the layers of {len(self.shapes)} matrices with {weights:,} weights multiply by a function of them"
             f"{f' ({options})' if options else ''}: {METHODS[self.method].about}; {describe_phases(self.schedule)}"
         )
 
@@ -325,8 +327,8 @@ class WeightFunctions(Component):
         stated = None if state is None else (state["method"], state["options"])
         if stated != (self.method, asdict(self.options)):
             raise UserError(
-                f"the checkpoint is of {'another method' if state is None else f'method {stated}'}: it goes on only "
-                f"under its own; --init takes its weights into method {self.method}"
+                f"the checkpoint was trained with {'another method' if state is None else f'method {stated}'}, with "
+                f"which it must be continued; to use its weights with method {self.method}, start a new run with --init"
             )
         assert state is not None
         self.reseed = bool(state["reseed"])
@@ -343,7 +345,7 @@ def _reader(values: torch.Tensor) -> Any:
 
 
 def functions_of(engine: Any, experiment: Experiment) -> WeightFunctions | None:
-    """Return the functions of a method that has some; None if layers multiply with what their parameters store."""
+    """Return the functions of a method that defines one; None if layers multiply by their stored parameters."""
     method = experiment.mst.method
     if method is None or METHODS[method].function is None:
         return None

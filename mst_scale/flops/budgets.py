@@ -18,8 +18,8 @@ from typing import Any
 from mst_scale.checkpoints import store
 from mst_scale.comm import logger
 from mst_scale.config import RATE_DURATIONS, Experiment, ModelConfig, TrainingConfig, load, load_of_run
-from mst_scale.config.check import global_batch
-from mst_scale.config.growth import OPTION, folder_of, smaller_model
+from mst_scale.config.check import OPTION, folder_of, smaller_model
+from mst_scale.config.deepspeed import global_batch
 from mst_scale.errors import UserError
 from mst_scale.flops.formulas import KEYS, dense_step_flops
 from mst_scale.flops.ledger import forecast

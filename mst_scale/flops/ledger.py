@@ -21,7 +21,7 @@ from itertools import groupby
 from typing import Any, NamedTuple
 
 from mst_scale.config import METHODS, Experiment, ModelConfig
-from mst_scale.config.check import global_batch
+from mst_scale.config.deepspeed import global_batch
 from mst_scale.errors import UserError
 from mst_scale.flops.formulas import (
     DENSE_KEYS,

@@ -1,8 +1,7 @@
 """PART 3, Hybrid Sparse Attention: exact attention over a pattern of pairs, at the cost of these pairs only.
 
 config         the block `mst.attention` of a config
-pattern        the keys that each query attends to
-schedule       the pattern of each step
+pattern        the keys that each query attends to, in each step
 definition     attention over a pattern in a few lines of plain torch
 dispatch       selects the kernel
   blocked        torch operators only
@@ -20,8 +19,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from mst_scale import _deprecated
-from mst_scale.hybrid_sparse_attention.pattern import Pattern
-from mst_scale.hybrid_sparse_attention.schedule import AttentionSchedule, strides_per_phase
+from mst_scale.hybrid_sparse_attention.pattern import AttentionSchedule, Pattern, strides_per_phase
 
 if TYPE_CHECKING:
     from mst_scale.hybrid_sparse_attention.dispatch import attention

@@ -35,14 +35,14 @@ class AttentionConfig:
     """Hybrid Sparse Attention: the pattern while weights are sparse, and when attention becomes dense."""
 
     pattern: Literal["dense", "strided", "fixed"] = Field(
-        default="strided", description="Pairs of tokens that are computed; `dense` computes all of them."
+        default="strided", description="Pairs of tokens for which attention is computed; `dense` computes all of them."
     )
     stride: Annotated[Stride, WithJsonSchema(_FILE_STRIDE)] = Field(
         default=256,
-        description="l: in tokens (an integer), or as a share of `model.seq_length` (`0.25`, as in the paper). A "
-        "config without a `model` block takes the share of 1,024.",
+        description="Stride l of the pattern: in tokens (an integer), or as a share of `model.seq_length` (`0.25`, as "
+        "in the paper). Without a `model` block, the share refers to 1,024 tokens.",
     )
-    phase_strides: PhaseStrides = Field(default_factory=PhaseStrides, description="Strides of single phases.")
+    phase_strides: PhaseStrides = Field(default_factory=PhaseStrides, description="Strides of individual phases.")
     dense_from: Literal["ultra_end", "restore_end"] | Duration = Field(
         default="restore_end",
         description="When attention turns dense: at the end of a phase, or after a duration from the start of the run.",

@@ -1,4 +1,4 @@
-"""Defines the keys that each query attends to, and counts the pairs.
+"""Defines the keys that each query attends to, in each step of a run, and counts the pairs.
 
     dense     every key
     strided   |i - j| < l    or   (i - j) mod l = 0          (the paper's union: local window ∪ every l-th key)
@@ -6,11 +6,16 @@
 
 and j ≤ i if causal. All heads share one mask. The diagonal always belongs to the pattern, so every query sees at least
 itself. `pairs` is exact and closed-form; `share` is the paper's Q.
+
+The paper trains with hybrid sparse attention and returns to dense attention before the end. `AttentionSchedule` is this
+schedule as a value: pieces (first step, pattern) with integer steps, which can be evaluated at any step.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from mst_scale.errors import UserError
@@ -88,3 +93,49 @@ class Pattern:
         square = length * length
         whole = length * (length + 1) // 2 if accounting == "causal" and causal else square
         return self.pairs(length, causal) / whole
+
+
+# --- the pattern of each step ---
+
+
+@dataclass(frozen=True)
+class AttentionSchedule:
+    """`pieces[k] = (first step, pattern)`; the first piece starts at step 0."""
+
+    pieces: tuple[tuple[int, Pattern], ...] = ((0, Pattern("dense")),)
+
+    def __post_init__(self) -> None:
+        starts = [start for start, _ in self.pieces]
+        if not starts or starts[0] != 0:
+            raise UserError("an attention schedule needs a first piece that starts at step 0")
+        if any(b <= a for a, b in pairwise(starts)):
+            raise UserError(f"the pieces of an attention schedule must start at increasing steps, not {starts}")
+
+    def pattern_at(self, step: int) -> Pattern:
+        """Return the pattern of a step."""
+        if step < 0:
+            raise UserError(f"step {step} is negative")
+        return [pattern for start, pattern in self.pieces if start <= step][-1]
+
+    def describe_ineffective_stride(self, context: int) -> str:
+        """Describe a sparse pattern whose stride is too long to leave out any pair; "" if there is none."""
+        for _, pattern in self.pieces:
+            if pattern.kind != "dense" and pattern.is_dense(context):
+                return (
+                    f"mst.attention.stride ({pattern.stride}) is not below the context ({context}), so attention stays "
+                    f"dense. Use {max(1, context // 4)} (a quarter of the context, as in the paper)."
+                )
+        return ""
+
+
+def strides_per_phase(pieces: Sequence[tuple[int, Pattern]]) -> AttentionSchedule:
+    """Return the schedule with one pattern per phase, given each phase's first step and pattern.
+
+    Phases without steps are dropped, and consecutive phases with the same pattern form one piece.
+    """
+    kept: list[tuple[int, Pattern]] = []
+    for k, (start, pattern) in enumerate(pieces):
+        empty = k + 1 < len(pieces) and pieces[k + 1][0] == start
+        if not empty and (not kept or kept[-1][1] != pattern):
+            kept.append((start, pattern))
+    return AttentionSchedule(tuple(kept))

@@ -24,7 +24,6 @@ from mst_scale.config import BLOCKS
 from mst_scale.engine import api
 from mst_scale.errors import UserError
 from mst_scale.integrations import accelerate
-from mst_scale.integrations.length import with_length
 from mst_scale.integrations.on_import import when_imported
 from mst_scale.integrations.recording import Recording
 
@@ -76,7 +75,7 @@ class Integration:
             )
         self._validate_single_model(model)
         trainer, self.trainer = self.trainer, None
-        raw = with_length(raw, model, self.steps, trainer.steps if trainer else None)
+        raw = _with_length(raw, model, self.steps, trainer.steps if trainer else None)
         if trainer and trainer.seed is not None:
             raw["training"] = {"seed": trainer.seed, **raw["training"]}
         if getattr(args, "deepspeed_config", None) is not None:
@@ -176,6 +175,52 @@ def _read(given: Any) -> dict[str, Any] | None:
             return None
         return found if isinstance(found, dict) else None
     return None
+
+
+def _with_length(config: dict[str, Any], model: Any, given: int | None, of_trainer: int | None) -> dict[str, Any]:
+    """Return the config with the number of optimizer steps of the run, if it can be determined.
+
+    `"training": {"steps": N}` sets it. If it is missing or "auto", the following are used, in this order:
+
+        integrate(steps=N)
+        Trainer's max_steps, or the number of steps of its epochs
+        DeepSpeed's scheduler, "scheduler": {"params": {"total_num_steps": N}}, which Accelerate also fills in
+        Lightning's trainer.estimated_stepping_batches
+
+    Args:
+        config: The config.
+        model: The model, to which Lightning may have attached its trainer.
+        given: The argument of integrate().
+        of_trainer: The number of steps of transformers' Trainer.
+    """
+    training = dict(config.get("training") or {})
+    stated = training.pop("steps", None)
+    known = next((steps for steps in (given, of_trainer, _of_scheduler(config), _of_lightning(model)) if steps), None)
+    if stated not in (None, "auto"):
+        if known is not None and known != stated:
+            logger.warning(
+                "training.steps is %s but the loop takes %d optimizer steps: phases are scheduled for a run of %s; set "
+                'it to "auto" to follow the loop',
+                stated,
+                known,
+                stated,
+            )
+        known = stated
+    if known is not None:
+        training["steps"] = known
+    return {**config, "training": training}
+
+
+def _of_scheduler(config: dict[str, Any]) -> int | None:
+    scheduler = config.get("scheduler")
+    params = scheduler.get("params") if isinstance(scheduler, dict) else None
+    steps = params.get("total_num_steps") if isinstance(params, dict) else None
+    return steps if isinstance(steps, int) else None
+
+
+def _of_lightning(model: Any) -> int | None:
+    steps = getattr(getattr(model, "_trainer", None), "estimated_stepping_batches", None)
+    return steps if isinstance(steps, int) and steps > 0 else None
 
 
 def _look_like_an_optimizer(engine: Any) -> None:

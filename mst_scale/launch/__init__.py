@@ -7,14 +7,12 @@ demo           the demo, which ends with text of its model
 mpi            mpirun of OpenMPI or MPICH
 hostfile       the machines of a hostfile, over ssh or pdsh
 node           one machine of such a run, or of a Slurm job
-slurm          submits the job
+slurm          submits the job, or one for each change of the number of nodes (`--nodes-by-phase`)
 slurm_job      what runs inside the job: starts the ranks, on each node too, and requeues the job
 sweep          methods × seeds, by one of the others, and their table
-command_line   options, and commands written so that a shell reads them back
+command_line   options, a CONFIG that fits the nodes, and commands written so that a shell reads them back
 elastic        how many ranks, or nodes, each start of an elastic run gets
 environment    the variables, processors and GPUs that ranks get
-phases         the jobs of a run whose phases have different numbers of nodes
-placement      whether ranks that share a layer stay on one node
 supervisor     runs the ranks and hands signals on to them
 restarts       starts the run again when it fails
 """

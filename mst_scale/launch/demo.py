@@ -8,7 +8,6 @@ two lines of text that the model writes are shown next to two lines of the dense
 
 from __future__ import annotations
 
-import sys
 from itertools import pairwise
 from pathlib import Path
 
@@ -16,6 +15,7 @@ from mst_scale import shipped
 from mst_scale.errors import Damaged, UserError
 from mst_scale.launch import local
 from mst_scale.launch.environment import default_processes, gpus, set_default
+from mst_scale.launch.supervisor import say
 
 CONFIG = "ds_configs/demo.json"
 # The dense run of the study `demo` with the baseline's loss (8 sequences per step, rate 0.004, seed 1), in bfloat16.
@@ -38,10 +38,10 @@ def show(run: Path) -> None:
     try:
         texts = {str(run): two_lines(run), "dense baseline": two_lines(shipped.folder("ds_configs") / BASELINE)}
     except (UserError, Damaged, OSError) as error:  # the run itself has succeeded
-        print(f"mst_scale: no text is shown: {error}", file=sys.stderr)
+        say(f"no text is shown: {error}")
         return
     width = max(map(len, texts))
-    print(f"\nwhat the models write after {PROMPT.strip()!r} (more: mst generate {run} --prompt TEXT):")
+    print(f"\ntext that the models generate after {PROMPT.strip()!r} (more: mst generate {run} --prompt TEXT):")
     for name, lines in texts.items():
         for number, line in enumerate(lines):
             print(f"  {'' if number else name:{width}}  {line}")

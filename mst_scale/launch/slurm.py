@@ -6,23 +6,23 @@
 
   CONFIG              a file, or a ready config by name
   --nodes N           number of nodes (default 1)
-  --nodes-by-phase P  another number of nodes for each phase: warmup=4,ultra=1,restore=4,dense=4 submits one job for
-                      each change, which waits for the one before and continues its run on its own nodes
-  --elastic MIN:MAX   between MIN and MAX nodes, as many as are free at the start of each job; a job that loses nodes
-                      continues on the others while at least MIN are left. The global batch, the order of the data and
-                      the schedule stay the same
+  --nodes-by-phase P  a number of nodes for each phase: warmup=4,ultra=1,restore=4,dense=4 submits one job for each
+                      change, which waits for the previous job and continues the run on its own nodes
+  --elastic MIN:MAX   use between MIN and MAX nodes, as many as are free when a job starts; a job that loses nodes
+                      continues on the others while at least MIN are left. The global batch, the data order and the
+                      schedule stay the same
   --gpus-per-node N   GPUs, and ranks, per node (default 8); 0 runs on the CPU, see --ranks-per-node
-  --ranks-per-node N  ranks per node, if not one for each GPU
+  --ranks-per-node N  ranks per node (default: one for each GPU)
   --cpus-per-rank N   cores per rank (default: your cluster's)
   --time T            time limit of one job, in Slurm's format (default: your cluster's); the run may take many jobs
   --partition P, --account A, --job-name NAME
   --log FILE          output of the job (default: slurm-JOB.out in this folder)
-  --grace S           seconds between the warning and the end of a job, enough for one save (default 300)
+  --grace S           seconds between Slurm's warning and the end of a job; must be enough for one save (default 300)
   --starter NAME      srun: one task for each rank (default); deepspeed: DeepSpeed's launcher on each node
   --restarts N        maximum number of restarts within a job after a failure (default 3)
   --requeues N        maximum number of requeues after that, on other nodes (default 5); preemption does not count
   --doctor            first check the nodes (mst doctor, on all ranks); a problem ends the job, which is not requeued
-  --sbatch OPTION     one more word for sbatch, repeatable: --sbatch --qos=long
+  --sbatch OPTION     an additional argument for sbatch, repeatable: --sbatch --qos=long
   --dry-run           show what would be submitted, and what the job would start
 
 The same command continues a run that has ended. launchers/cluster.sh sets the environment. To save now and continue in
@@ -35,14 +35,16 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 from mst_scale.errors import UserError
-from mst_scale.launch import phases, slurm_job
-from mst_scale.launch.command_line import quoted, read_options, split_config
+from mst_scale.launch import slurm_job
+from mst_scale.launch.command_line import check_groups, quoted, read_options, split_config
 from mst_scale.launch.elastic import FLAG, allowed, read_run
 from mst_scale.launch.environment import ROOT, SCRIPTS
-from mst_scale.launch.placement import check_groups
 from mst_scale.launch.restarts import RESTARTS
+from mst_scale.sparsity_variation import PHASES, Schedule
 
 
 def main(words: list[str]) -> int:
@@ -67,7 +69,7 @@ def main(words: list[str]) -> int:
     ranks, cpus = options.ranks_per_node, options.cpus_per_rank
     ranks = options.gpus_per_node if ranks is None else ranks
     if ranks == 0:
-        raise UserError("how many ranks on each node? --ranks-per-node N")
+        raise UserError("the number of ranks per node is missing: give --ranks-per-node N")
     check_groups(config, [("each node", ranks)], arguments)
     nodes, numbers = str(options.nodes or 1), None
     if options.elastic is not None:
@@ -105,11 +107,11 @@ def main(words: list[str]) -> int:
     words = [str(SCRIPTS / "slurm_job.sh"), str(ROOT), options.starter, str(ranks)]
     words += [str(options.restarts), str(options.requeues), config, *arguments]
     if options.nodes_by_phase is not None:
-        shares = phases.shares_of(options.nodes_by_phase, config, arguments)
+        shares = shares_of(options.nodes_by_phase, config, arguments)
     else:
-        shares = [phases.Share((), options.nodes or 1, None)]
+        shares = [Share((), options.nodes or 1, None)]
     if not options.dry_run and shutil.which("sbatch") is None:
-        raise UserError("there is no sbatch here: log in where jobs are submitted, or use mst launch hostfile")
+        raise UserError("sbatch was not found: run this on the cluster's login node, or use mst launch hostfile")
     before = None
     for share in shares:
         stop = [] if share.stop_at is None else ["--stop-at", str(share.stop_at)]
@@ -127,7 +129,7 @@ def main(words: list[str]) -> int:
     return 0
 
 
-def _submitted(command: list[str], share: phases.Share) -> str:
+def _submitted(command: list[str], share: Share) -> str:
     """Submit one job of several, say so, and return its number."""
     child = subprocess.run([command[0], "--parsable", *command[1:]], stdout=subprocess.PIPE, text=True, check=False)
     if child.returncode:
@@ -135,3 +137,73 @@ def _submitted(command: list[str], share: phases.Share) -> str:
     number = child.stdout.strip().partition(";")[0]
     print(f"Submitted batch job {number}: {share.name} on {share.nodes} node{'s' * (share.nodes > 1)}", flush=True)
     return number
+
+
+@dataclass(frozen=True)
+class Share:
+    """The part of a run that one job trains."""
+
+    phases: tuple[str, ...]
+    nodes: int
+    stop_at: int | None
+    """The step after which the job ends; None for the last one."""
+
+    @property
+    def name(self) -> str:
+        """The phases in words."""
+        return "+".join(self.phases)
+
+
+def shares_of(text: str, config: str, arguments: Sequence[str]) -> list[Share]:
+    """Return the jobs of a run, in order.
+
+    Args:
+        text: The option, "warmup=4,ultra=1,restore=4,dense=4".
+        config: The config of the run.
+        arguments: The arguments of `mst_scale.pretrain`.
+
+    Raises:
+        UserError: The option does not name the phases of the run, each once.
+    """
+    nodes = _nodes(text)
+    schedule = read_run(config, arguments)[0].schedule
+    names = [phase.name for phase in schedule.phases if phase.stop > phase.start]
+    if sorted(nodes) != sorted(set(names)):
+        raise UserError(
+            f"--nodes-by-phase {text}: this run has the phases {', '.join(dict.fromkeys(names))}: name each of them "
+            "once (mst plan shows their steps)"
+        )
+    shares: list[Share] = []
+    for phase in schedule.phases:
+        if phase.stop == phase.start:
+            continue
+        if shares and shares[-1].nodes == nodes[phase.name]:
+            names_so_far = (*shares.pop().phases, phase.name)
+        else:
+            names_so_far = (phase.name,)
+        shares.append(Share(names_so_far, nodes[phase.name], _last_step(schedule, phase.stop)))
+    return shares
+
+
+def _nodes(text: str) -> dict[str, int]:
+    found: dict[str, int] = {}
+    for part in text.split(","):
+        name, _, number = part.partition("=")
+        if name not in PHASES or not (number.isascii() and number.isdigit() and int(number) > 0) or name in found:
+            raise UserError(
+                f"--nodes-by-phase {text}: write each phase once with its number of nodes, such as "
+                "warmup=4,ultra=1,restore=4,dense=4"
+            )
+        found[name] = int(number)
+    return found
+
+
+def _last_step(schedule: Schedule, stop: int) -> int | None:
+    """Return the last step of a job whose phases end before step `stop`.
+
+    Step `stop` ends with the topology step into the next phase. If that grows weights, it belongs to the next job, so
+    that the job of the sparse phase never has more of them.
+    """
+    if stop >= schedule.total_steps:
+        return None
+    return stop - 1 if schedule.at(stop).sparsity < schedule.at(stop - 1).sparsity else stop

@@ -24,7 +24,7 @@ from mst_scale.launch.command_line import quoted
 from mst_scale.launch.elastic import FLAG, Allowed, allowed, read_run
 from mst_scale.launch.environment import SCRIPTS, load_cluster_settings, shown_variables
 from mst_scale.launch.restarts import keep_running
-from mst_scale.launch.supervisor import Supervisor, output_of, send, spawn, unblock
+from mst_scale.launch.supervisor import Reports, Supervisor, output_of, say, send, spawn, unblock
 
 PORT_OF_DOCTOR = 15  # in addition to those of up to 15 starts of a job
 ELASTIC = "MST_ELASTIC"  # the variable with MIN:MAX
@@ -86,27 +86,12 @@ class Job:
         self.supervisor = Supervisor(self.ask)  # first of all: no signal must be lost
         self.number = os.environ["SLURM_JOB_ID"]
         self.node_list = os.environ.get("SLURM_JOB_NODELIST", "")
-        # Ranks make these files, as both a saved and a finished run end with code 0, and a preemption with a grace time
-        # reaches the ranks alone; and srun's exit code is the highest of all, that of a task which it ended (143).
-        names = ("stopped", "refused", "diverged", "corrupted", "lost")
-        self._stopped, self._refused, self._diverged, self._corrupted, self._lost = (scratch / name for name in names)
-        os.environ.update(
-            MST_STOPPED=str(self._stopped),
-            MST_REFUSED=str(self._refused),
-            MST_DIVERGED=str(self._diverged),
-            MST_CORRUPTED=str(self._corrupted),
-            MST_FAILED=str(self._lost),
-        )
+        self.reports = Reports(scratch)
         # The failures of this job's earlier starts, kept in its comment: Slurm's own count includes preemptions.
         comment = output_of("squeue", "--noheader", f"--jobs={self.number}", "--format=%k").strip()
         counted = FAILURES.fullmatch(comment)
         self._comment, self.failures = (counted[1], int(counted[2])) if counted else (comment, 0)
         self._comment = "" if self._comment == "(null)" else self._comment
-
-    @property
-    def ranks_stopped(self) -> bool:
-        """Whether the last start ended because a rank was asked to stop."""
-        return self._stopped.exists()
 
     def nodes(self) -> list[str]:
         """Return the nodes of the job that Slurm has not taken out of it because they failed."""
@@ -119,8 +104,7 @@ class Job:
         Every start gets another port, as the one before may still be closing its connections. From 32768 on the system
         gives ports to any connection.
         """
-        for file in (self._stopped, self._refused, self._diverged, self._corrupted, self._lost):
-            file.unlink(missing_ok=True)
+        self.reports.clear()
         requeues = int(os.environ.get("SLURM_RESTART_COUNT") or 0)
         first = step.names[0] if step.names else _hosts(self.node_list)[0]
         # the address by which Slurm itself reaches the first node; its name need not resolve everywhere
@@ -128,11 +112,8 @@ class Job:
         os.environ["MASTER_ADDR"] = found[1] if found else first
         os.environ["MASTER_PORT"] = str(20000 + (int(self.number) * 16 + start + requeues) % 12000)
         code = self.supervisor.run(command, variables=step.variables(), leave=self.is_stuck if step.names else None)
-        if self._refused.exists():
-            return 2
-        if self._corrupted.exists():
-            return 4
-        return 3 if self._diverged.exists() else code
+        codes = {"refused": 2, "corrupted": 4, "diverged": 3}
+        return next((codes[name] for name in codes if name in self.reports), code)
 
     def is_stuck(self) -> bool:
         """Return whether a rank was lost a while ago, and srun still waits for its node.
@@ -140,7 +121,7 @@ class Job:
         It would do so until Slurm itself regards the node as down, which takes minutes (SlurmdTimeout).
         """
         try:
-            return time.time() - self._lost.stat().st_mtime > STUCK_SECONDS
+            return time.time() - self.reports.files["failed"].stat().st_mtime > STUCK_SECONDS
         except OSError:
             return False
 
@@ -194,13 +175,13 @@ class ElasticSteps:
             nodes = _answering(nodes)
         number = self.numbers.largest(len(nodes))
         if number is None:
-            _say(f"{len(nodes)} nodes are left, and {FLAG} needs at least {self.numbers.numbers[0]}")
+            say(f"{len(nodes)} nodes are left, but {FLAG} needs at least {self.numbers.numbers[0]}")
             return None
         said = f"the run uses {number} of {len(nodes)} nodes"
         if number < len(nodes):
             said += ", because more cannot share the global batch"
         if said != self._said:
-            _say(said)
+            say(said)
             self._said = said
         return dataclasses.replace(self.step, nodes=number, names=tuple(nodes[:number]))
 
@@ -233,18 +214,18 @@ def main(words: list[str]) -> int:
     if doctor:
         code = job.run(step, doctor[0], PORT_OF_DOCTOR)
         if code == 1 and not supervisor.asked_to_stop():  # any other code is no report, but a rank that was killed
-            _say(f"what the doctor has found ends this job before its run ({job.node_list})")
+            say(f"mst doctor found problems, so this job ends before its run starts ({job.node_list})")
             return 1
     if code == 0 and not supervisor.asked_to_stop():
         code = keep_running(supervisor, start, config, arguments, int(restarts))
     stopping = supervisor.asked_to_stop()
     if stopping and supervisor.stopping != signal.SIGUSR1:  # this process itself was asked to stop
-        _say("the job was asked to stop for good; the same command continues its run")
-    elif code != 2 and (stopping or (code == 0 and job.ranks_stopped)):
-        _say("the job was asked to stop; its run goes on in the next job")
+        say("the job was asked to stop for good; the same command continues its run")
+    elif code != 2 and (stopping or (code == 0 and "stopped" in job.reports)):
+        say("the job was asked to stop; its run continues in the next job")
         job.requeue(scratch)
     elif code not in (0, 2, 3) and job.failures < int(requeues):
-        _say(f"the run failed on these nodes ({job.node_list}); it is queued again")
+        say(f"the run failed on these nodes ({job.node_list}); it is queued again")
         job.count_failure()
         job.requeue(scratch)
     return code
@@ -259,7 +240,3 @@ def start_node(words: list[str]) -> int:
     address, port = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
     command = node.ranks_of_node(world, int(number), address, port, module, *arguments)
     return node.run(f"{os.environ['SLURM_JOB_ID']}-{number}", command)
-
-
-def _say(message: str) -> None:
-    print(f"mst_scale: {message}", file=sys.stderr, flush=True)

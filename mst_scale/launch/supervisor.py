@@ -1,7 +1,7 @@
-"""Runs the ranks of a start and hands signals on to them, so that they save and end.
+"""Runs the ranks of a start and forwards signals to them, so that they save and end, and reads what they report.
 
-SIGTERM, SIGINT, SIGHUP and SIGUSR1 ask for that; a second SIGINT (Ctrl-C) does not wait any longer. All of them are
-blocked, and taken one by one while this process has nothing to do but wait: none is lost between two lines, and none
+SIGTERM, SIGINT, SIGHUP and SIGUSR1 are forwarded; after a second SIGINT (Ctrl-C), the launcher does not wait any
+longer. All of these signals are blocked and received one by one while this process waits, so none is lost, and none
 interrupts the handling of another.
 """
 
@@ -14,18 +14,19 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 
 import psutil
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
-LOOK_EVERY = 1.0  # seconds between two questions whether the ranks are to leave
+LOOK_EVERY = 1.0  # seconds between two checks whether the ranks should end
 NOT_BEGUN = 128 + signal.SIGTERM  # the exit code of a start that was asked to stop before it began
 
 Ask = Callable[[list[int], bool], None]  # process ids of the children, whether they were asked before
 
 
 class Supervisor:
-    """The one who waits for the children of this process.
+    """Starts the children of this process and waits for them.
 
     Attributes:
         stopping: The first signal that asked this process to stop, or None.
@@ -35,13 +36,13 @@ class Supervisor:
         """Block the signals from now on.
 
         Args:
-            ask: Lets the ranks save and end. It is called again every MST_ASK_AGAIN seconds (10): a process that was
-                just being started has heard nothing.
+            ask: Asks the ranks to save and end. It is called again every MST_ASK_AGAIN seconds (10), because a process
+                that was just starting may have missed it.
         """
         self.stopping: signal.Signals | None = None
         self._ask = ask
         self._children: dict[int, subprocess.Popen[bytes]] = {}
-        # what nohup, or a shell in the background, lets us ignore is ignored
+        # signals that nohup, or a shell in the background, set to be ignored stay ignored
         self._heard = {one for one in STOP_SIGNALS if signal.getsignal(one) != signal.SIG_IGN} | {signal.SIGCHLD}
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         signal.pthread_sigmask(signal.SIG_BLOCK, self._heard)
@@ -85,7 +86,7 @@ class Supervisor:
                 child = spawn(command, environment, own_session, ignored)
                 self._children[child.pid] = child
         except OSError as error:
-            print(f"mst_scale: {command[0]} cannot be started: {error.strerror}", file=sys.stderr)
+            say(f"{command[0]} cannot be started: {error.strerror}")
             worst = 127 if isinstance(error, FileNotFoundError) else 126
         while self._children:
             now = time.monotonic()
@@ -205,3 +206,37 @@ def forward(one: signal.Signals) -> Ask:
         send(pids, one)
 
     return ask
+
+
+class Reports:
+    """The files in which the ranks of a start report what their exit code does not tell.
+
+    Both a saved and a finished run end with code 0, a preemption with a grace time reaches the ranks alone, and srun's
+    exit code is the highest of all, which may be that of a task that it ended (143).
+    """
+
+    NAMES = ("stopped", "refused", "diverged", "corrupted", "failed")
+
+    def __init__(self, folder: Path) -> None:
+        self.files = {name: folder / name for name in self.NAMES}
+        os.environ.update({f"MST_{name.upper()}": str(file) for name, file in self.files.items()})
+
+    def __contains__(self, name: str) -> bool:
+        return self.files[name].exists()
+
+    def clear(self) -> None:
+        """Forget the reports of the start before."""
+        for file in self.files.values():
+            file.unlink(missing_ok=True)
+
+    def failed_ranks(self) -> list[int]:
+        """Return the ranks that have failed by themselves, or were lost."""
+        try:
+            return [int(word) for word in self.files["failed"].read_text().split() if word.isdecimal()]
+        except OSError:
+            return []
+
+
+def say(message: str) -> None:
+    """Print a line for the user."""
+    print(f"mst_scale: {message}", file=sys.stderr, flush=True)

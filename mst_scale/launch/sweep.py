@@ -1,4 +1,4 @@
-"""Train methods × seeds: the runs of a comparison, one after the other or as jobs, and a table of them.
+"""Train every combination of methods and seeds, one after the other or as jobs, and print a table of the runs.
 
   mst launch sweep [options] CONFIG [arguments of mst_scale.pretrain]
   mst launch sweep --methods dense,tiny,static,rigl,mst gpt2_small
@@ -9,7 +9,7 @@
   --seeds 1,2,…     default: 1,2,3,4 (the paper's four)
   --out DIR         the runs go to DIR/METHOD-SEED (default: runs/sweep)
   --with LAUNCHER   local (default), hostfile, mpi, or slurm, which submits a job for each run
-  --with-option W   one more word for that launcher, repeatable
+  --with-option W   an additional argument for that launcher, repeatable
   --table           only print the table of the runs that exist
   --dry-run         show what would run
 
@@ -30,7 +30,7 @@ from typing import Any
 
 from mst_scale.errors import UserError
 from mst_scale.launch.command_line import read_options, split_config
-from mst_scale.launch.supervisor import Supervisor, forward
+from mst_scale.launch.supervisor import Supervisor, forward, say
 from mst_scale.run_logging import run_file
 from mst_scale.run_logging.run_file import FINISHED
 
@@ -53,9 +53,9 @@ def main(words: list[str]) -> int:
     if launcher not in LAUNCHERS:
         raise UserError(f"--with {launcher}: choose local, hostfile, mpi or slurm")
     if not re.fullmatch("[a-z-]+(,[a-z-]+)*", options.methods):
-        raise UserError(f"--methods {options.methods}: write names with commas between")
+        raise UserError(f"--methods {options.methods}: separate the names with commas")
     if not re.fullmatch("[0-9]+(,[0-9]+)*", options.seeds):
-        raise UserError(f"--seeds {options.seeds}: write numbers with commas between")
+        raise UserError(f"--seeds {options.seeds}: separate the numbers with commas")
     methods, seeds, out = options.methods.split(","), options.seeds.split(","), Path(options.out)
 
     def command(method: str, seed: str, folder: Path) -> list[str]:
@@ -82,7 +82,7 @@ def main(words: list[str]) -> int:
         print("the sweep was asked to stop: the same command continues")
     _print_table(out, methods, seeds)
     if failures:
-        print(f"mst_scale: {failures} runs failed: the same command tries them again", file=sys.stderr)
+        say(f"{failures} runs failed: the same command tries them again")
     return int(failures > 0)
 
 

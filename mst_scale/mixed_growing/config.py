@@ -55,12 +55,13 @@ class TopologyConfig:
     policy: str = Field(
         default="mst",
         description="Scores for pruning and growth; each method sets its own ([methods.md](methods.md)). `snfs` "
-        "grows by dense momentum, so clipping uses the norm of the dense gradient there.",
+        "grows by dense momentum, so with it, clipping uses the norm of the dense gradient.",
     )
     granularity: Literal["element", "channel"] | BlockGranularity = Field(
         default="element",
-        description="What is active or inactive as a whole: `element` is single weights, `channel` whole neurons and "
-        'channels of heads ([blocks.md](blocks.md#whole-channels)), `{"block": 16, "min_blocks": 2}` square blocks.',
+        description="The units that masks keep or drop as a whole: single weights (`element`), whole neurons and "
+        'channels of heads (`channel`, see [blocks.md](blocks.md#whole-channels)), or square blocks (`{"block": 16, '
+        '"min_blocks": 2}`).',
     )
     update_fraction: StrictFloat = Field(
         default=0.3,
@@ -69,7 +70,7 @@ class TopologyConfig:
         description="ζ: fraction of the active weights that a topology step exchanges (drop fraction).",
     )
     update_schedule: Literal["constant", "1-cosine", "2-cosine", "n-cosine", "decay-n-cosine"] = Field(
-        default="decay-n-cosine", description="How ζ falls during the sparse phases: along one or several cosines."
+        default="decay-n-cosine", description="How ζ decreases during the sparse phases: along one or several cosines."
     )
     update_decay: StrictFloat = Field(
         default=0.5, ge=0, le=1, description="`decay-n-cosine`: factor by which ζ shrinks from one cosine to the next."
@@ -85,10 +86,12 @@ class TopologyConfig:
     )
     replaces_update: StrictBool = Field(
         default=False,
-        description="A topology step takes the place of an optimizer update, as in the code of RigL and of the paper.",
+        description="A topology step replaces the optimizer update of its step, as in the code of RigL and of the "
+        "paper.",
     )
     regrow: StrictBool = Field(
-        default=True, description="A weight that this topology step pruned may grow back, and keeps its value then."
+        default=True,
+        description="A weight pruned in a topology step may grow back in the same step; it then keeps its value.",
     )
     grown_moments: Literal["seeded", "active_mean", "zero"] = Field(
         default="seeded",
@@ -100,8 +103,8 @@ class TopologyConfig:
     )
     revive_dead_units: StrictBool = Field(
         default=True,
-        description="When masks are removed, give units whose weights are all zero random incoming weights; no "
-        "gradient would ever reach them otherwise.",
+        description="When masks are removed, give random incoming weights to units whose weights are all zero; "
+        "otherwise no gradient would ever reach them.",
     )
     track_coverage: StrictBool = Field(
         default=True,
@@ -119,8 +122,8 @@ class TopologyConfig:
     )
     rezero: StrictBool = Field(
         default=False,
-        description="Set inactive weights and their optimizer states to 0 after every update, for an optimizer that "
-        "moves weights without a gradient. Such an optimizer stops the run otherwise.",
+        description="Set inactive weights and their optimizer states to 0 after every update. Optimizers that move "
+        "weights without a gradient need this; otherwise they stop the run.",
     )
 
     @property

@@ -7,8 +7,8 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from mst_scale.config import RATE_DURATIONS, Experiment
-from mst_scale.config.check import BATCH_KEYS, largest_micro
 from mst_scale.config.compact import why_layout_not_compact, why_method_not_compact
+from mst_scale.config.deepspeed import BATCH_KEYS, largest_micro
 from mst_scale.config.parallel import KEYS, describe_conflict, sizes_of
 from mst_scale.errors import UserError
 from mst_scale.flops.formulas import dense_step_flops, optimizer_flops

@@ -15,17 +15,16 @@ from itertools import groupby
 from typing import Any
 
 from mst_scale.config import Experiment
-from mst_scale.config.check import BATCH_KEYS
 from mst_scale.config.compact import stretches as compact_stretches
 from mst_scale.config.compact import why_method_not_compact
+from mst_scale.config.deepspeed import BATCH_KEYS
 from mst_scale.config.parallel import sizes_of
 from mst_scale.errors import UserError
 from mst_scale.flops.ledger import Stretch, stretches
 from mst_scale.plan.answer import own_setting
 from mst_scale.plan.gpus import Machine
 from mst_scale.plan.recommend import CLOSE, Choice, fitting, recommend
-from mst_scale.plan.setting import stretch_settings
-from mst_scale.plan.step_time import sparse_seconds
+from mst_scale.plan.step_time import run_seconds
 
 Choose = Callable[[tuple[int, int] | None], list[tuple[int, Choice]]]
 
@@ -128,11 +127,7 @@ def _phase(experiment: Experiment, inside: Sequence[Stretch], machine: Machine, 
     """Return the options of the phase that these stretches make up; `choose` returns each number with its choice."""
     steps, options = sum(x.steps for x in inside), []
     for gpus, choice in choose(_trains(experiment, inside)):
-        stored = stretch_settings(experiment, choice.setting)
-        seconds = sum(
-            x.steps * sparse_seconds(experiment, stored(x.start, x.stop), machine, x.density, x.pattern).total
-            for x in inside
-        )
+        seconds = run_seconds(experiment, choice.setting, machine, inside)
         options.append(Option(gpus, choice, steps, seconds / steps))
     return options
 

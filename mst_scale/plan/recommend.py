@@ -20,8 +20,8 @@ from mst_scale.flops.ledger import stretches
 from mst_scale.plan.gpus import Machine
 from mst_scale.plan.memory import Memory, memory
 from mst_scale.plan.roofline import in_channels
-from mst_scale.plan.setting import Setting, compact_of, stretch_settings
-from mst_scale.plan.step_time import Seconds, may_be_blocks, sparse_seconds, step_seconds, with_blocks
+from mst_scale.plan.setting import Setting, compact_of
+from mst_scale.plan.step_time import Seconds, may_be_blocks, run_seconds, step_seconds, with_blocks
 
 LARGEST_MICRO = 64  # beyond it matrix products do not become faster
 CLOSE = 0.03
@@ -212,12 +212,7 @@ def best_masks(experiment: Experiment, own: Setting, recommended: Setting, machi
     def of(side: int | None) -> Best:
         there = experiment if side is None else with_blocks(experiment, side)
         s = replace(recommended, compact=compact_of(there))  # blocks are stored whole
-        stored = stretch_settings(there, s)
-        run = (
-            x.steps * sparse_seconds(there, stored(x.start, x.stop), machine, x.density, x.pattern).total
-            for x in stretches(there)
-        )
-        return Best(side, s, memory(there, s), sum(run), dense)
+        return Best(side, s, memory(there, s), run_seconds(there, s, machine, stretches(there)), dense)
 
     unchanged = of(None)
     if not may_be_blocks(experiment) or in_channels(experiment):  # channels are chosen in place of blocks

@@ -22,10 +22,9 @@ from typing import Any
 
 from mst_scale.comm import ParallelDims
 from mst_scale.config import Experiment, ModelConfig, TargetsConfig
-from mst_scale.config.check import batch_shape
 from mst_scale.config.compact import stretches, why_layout_not_compact, why_method_not_compact
+from mst_scale.config.deepspeed import batch_shape, precision_of
 from mst_scale.config.parallel import sizes_of
-from mst_scale.config.support import precision_of
 from mst_scale.errors import UserError
 from mst_scale.mixed_growing.distribution import active_counts, stored_length
 

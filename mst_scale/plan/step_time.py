@@ -30,7 +30,7 @@ from typing import Literal
 
 from mst_scale.config import Experiment, ModelConfig
 from mst_scale.flops.formulas import Flops, forward_flops
-from mst_scale.flops.ledger import densities, forecast, sparse_matrices, stretches
+from mst_scale.flops.ledger import Stretch, densities, forecast, sparse_matrices, stretches
 from mst_scale.hybrid_sparse_attention.pattern import Pattern
 from mst_scale.mixed_growing.config import BlockGranularity
 from mst_scale.plan.gpus import Machine
@@ -231,6 +231,15 @@ def sparse_seconds(
         return products, attention, elementwise
 
     return step_seconds(experiment, s, machine, busy)
+
+
+def run_seconds(experiment: Experiment, s: Setting, machine: Machine, inside: Iterable[Stretch]) -> float:
+    """Estimate all steps of these stretches, each with the storage that its engine has."""
+    stored = stretch_settings(experiment, s)
+    return sum(
+        x.steps * sparse_seconds(experiment, stored(x.start, x.stop), machine, x.density, x.pattern).total
+        for x in inside
+    )
 
 
 def _expanded(model: ModelConfig, s: Setting, stage: int) -> float:

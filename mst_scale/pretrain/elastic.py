@@ -20,7 +20,7 @@ from typing import Any, NoReturn
 from mst_scale.comm import logger
 from mst_scale.comm.launch import launched_rank, timeout
 from mst_scale.config import Experiment
-from mst_scale.config.check import BATCH_KEYS, batch_shape, largest_micro
+from mst_scale.config.deepspeed import BATCH_KEYS, batch_shape, largest_micro
 from mst_scale.config.parallel import sizes_of
 from mst_scale.errors import UserError
 

@@ -27,8 +27,8 @@ from mst_scale import zero_shards
 from mst_scale.checkpoints import mask_files, store
 from mst_scale.comm import Mesh, Ranks, logger
 from mst_scale.config import DataConfig, Experiment, ModelConfig, to_dict
-from mst_scale.config.check import batch_shape
-from mst_scale.config.growth import smaller_model
+from mst_scale.config.check import smaller_model
+from mst_scale.config.deepspeed import batch_shape
 from mst_scale.config.parallel import sizes_of, without_sizes
 from mst_scale.data.corpus import fingerprint, identity
 from mst_scale.data.prepare import ensure

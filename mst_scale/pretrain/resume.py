@@ -20,7 +20,7 @@ from mst_scale.comm import ParallelDims, Ranks, logger
 from mst_scale.comm.start_again import COUNT
 from mst_scale.config import Experiment, read_saved, to_dict
 from mst_scale.config.changes import result_keys
-from mst_scale.config.check import BATCH_KEYS, batch_shape, largest_micro
+from mst_scale.config.deepspeed import BATCH_KEYS, batch_shape, largest_micro
 from mst_scale.config.parallel import sizes_of
 from mst_scale.config.support import precision_of, stage_of
 from mst_scale.errors import Damaged, UserError
@@ -205,8 +205,8 @@ def _other_storage(source: Path, compact: bool) -> str | None:
 
     if file_of(source).is_file() == compact:
         return None
-    there, here = ("whole matrices", "active weights alone")[:: 1 if compact else -1]
-    return f"{source} stores {there}, and here layers store {here}"
+    there, here = ("whole matrices", "only active weights")[:: 1 if compact else -1]
+    return f"{source} stores {there}, but this run's layers store {here}"
 
 
 def _make_copy(source: Path, mismatch: str) -> float:

@@ -25,9 +25,9 @@ from mst_scale.comm import Watch, logger
 from mst_scale.comm.parser import Parser, validate_folder
 from mst_scale.comm.start_again import StartAgain, start_again
 from mst_scale.compiled import build_locks
-from mst_scale.config import RATE_DURATIONS, Experiment, growth, load, overridden_in_recipe, read
-from mst_scale.config.check import check
-from mst_scale.config.ready import config_file
+from mst_scale.config import RATE_DURATIONS, Experiment, load, overridden_in_recipe, read
+from mst_scale.config.check import check, check_growth
+from mst_scale.config.presets import config_file
 from mst_scale.errors import UserError
 from mst_scale.pretrain import elastic, resume, schedules
 from mst_scale.run_logging.operations import command_of
@@ -124,7 +124,11 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     add("--eval-data", metavar="DIR", help="the tasks' files (default: from the hub)")
     add("--set", action="append", default=[], metavar="K=V", help="override any key, repeatable")
     add("--health", type=Path, metavar="FILE", help="keep the state of the run in FILE: JSON, or Prometheus if .prom")
-    add("--on-event", metavar="CMD", help="start CMD for each event (start, end, spike, …) with its JSON as last word")
+    add(
+        "--on-event",
+        metavar="CMD",
+        help="start CMD for each event (start, end, spike, …), with its JSON as last argument",
+    )
     add("--stop-at", type=int, metavar="N", help="save and stop after step N; the same run continues from there")
     add(
         "--elastic", action="store_true",
@@ -164,7 +168,7 @@ def read_experiment(args: argparse.Namespace) -> Experiment:
     branches = args.branch_decay_from is not None
     if branches and experiment.training.init is not None:
         raise UserError("--branch-decay-from already determines the initial weights: leave out --init")
-    growth.check_growth(experiment, branches or bool(store.list_tags(out / "checkpoints")))
+    check_growth(experiment, branches or bool(store.list_tags(out / "checkpoints")))
     if experiment.training.init is not None:
         experiment = resume.with_shape_of_init(experiment, experiment.training.init, out)
     if args.steps is not None and experiment.mst.like is not None:

@@ -46,6 +46,5 @@ def describe(stretches: list[Stretch]) -> str:
     """Return the line of the log that says which steps are compact."""
     steps = ", ".join(f"{one.first + 1:,} to {one.last:,}" for one in stretches)
     return (
-        f"mst.compute.compact: steps {steps} train their active weights alone; the processes start again where that "
-        "changes"
+        f"mst.compute.compact: steps {steps} store only active weights; the processes restart where the storage changes"
     )

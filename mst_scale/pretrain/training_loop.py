@@ -22,7 +22,7 @@ from mst_scale.comm import Ranks, Verdict, logger
 from mst_scale.comm.launch import free_port
 from mst_scale.comm.start_again import StartAgain
 from mst_scale.config import Experiment
-from mst_scale.config.check import peak_learning_rate
+from mst_scale.config.deepspeed import peak_learning_rate
 from mst_scale.config.parallel import sizes_of
 from mst_scale.dead_units import format_counts
 from mst_scale.engine.targets import choose_targets
@@ -416,6 +416,7 @@ def train(args: argparse.Namespace, experiment: Experiment, out: Path, ranks: Ra
         run.end_corrupted(error)
     finally:
         run.saves.close()
+        run.record.finish_monitors()
     if run.run_file is not None:
         run.record_end(FINISHED)
         more = uncounted_flops(run.experiment, run.step * run.batch)

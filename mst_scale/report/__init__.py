@@ -2,12 +2,11 @@
 
 reader           runs on disk, read in bounded memory
 series           rows in bounded memory; means over runs
-groups           runs that differ only in their seed
+groups           runs that differ only in their seed, matrices of one kind, and their names
 summary          tables and numbers: results, recipe, machine, events
 comparison       curves of runs compared
 topology_charts  schedule and topology of a run
 weight_charts    weights of a run
-names            names of matrices, grouped and shortened
 frontier         FLOP multipliers over dense training
 style            light and dark palettes; drawing to PNG, SVG and into the page
 

@@ -1,4 +1,4 @@
-"""Groups runs that differ only in their seed, and names the groups."""
+"""Groups and names what charts show: runs that differ only in their seed, and matrices of one kind."""
 
 from __future__ import annotations
 
@@ -74,3 +74,21 @@ def _names(groups: list[list[Run]]) -> list[str]:
         found.append(name if len(name) <= MAX_NAME else name[: MAX_NAME - 1] + "…")
     unique = zip(found, groups, strict=True)
     return [name if found.count(name) == 1 else group[0].name[:MAX_NAME] for name, group in unique]
+
+
+# --- names of matrices ---
+
+
+def short_name(name: str) -> str:
+    """Shorten `blocks.3.attention.qkv.weight` to `3 attention.qkv`, and `blocks.*.mlp.up.weight` to `mlp.up`."""
+    parts = [part for part in name.removesuffix(".weight").split(".") if part != "*"]
+    numbers = [i for i, part in enumerate(parts) if part.isdigit()]
+    if numbers:
+        parts = parts[numbers[0] :]
+        return f"{parts[0]} {'.'.join(parts[1:])}"
+    return ".".join(parts[-2:]) if len(parts) > 2 or "*" in name else ".".join(parts)
+
+
+def block_of(name: str) -> str:
+    """Return the number of the block in a name, or ""."""
+    return next((part for part in name.split(".") if part.isdigit()), "")

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from mst_scale.config.support import precision_of
+from mst_scale.config.deepspeed import precision_of
 from mst_scale.report.groups import Group, flatten
 from mst_scale.report.reader import Run, number, objects, planned_sparsity
 from mst_scale.report.style import PHASES, format_rounded

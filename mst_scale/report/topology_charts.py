@@ -13,7 +13,7 @@ from matplotlib.ticker import FixedLocator, LogLocator, NullLocator
 
 from mst_scale.dead_units import KINDS
 from mst_scale.report.comparison import shade_phases
-from mst_scale.report.names import block_of, by_kind, short_name
+from mst_scale.report.groups import block_of, short_name
 from mst_scale.report.reader import Run, planned_sparsity
 from mst_scale.report.style import (
     HEIGHT,
@@ -26,6 +26,7 @@ from mst_scale.report.style import (
     ratio_axis,
     steps_axis,
 )
+from mst_scale.run_logging.snapshots import by_kind
 
 MAP = "cividis"  # one lightness scale for all kinds of colour vision
 LABELS = 24  # layers that can be named next to a map

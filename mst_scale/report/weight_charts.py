@@ -10,8 +10,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, MaxNLocator, NullLocator
 
-from mst_scale.report.groups import Group
-from mst_scale.report.names import block_of, by_kind, short_name
+from mst_scale.report.groups import Group, block_of, short_name
 from mst_scale.report.reader import Run
 from mst_scale.report.style import (
     PHASES,
@@ -21,7 +20,7 @@ from mst_scale.report.style import (
     format_rounded,
     line_look,
 )
-from mst_scale.run_logging.snapshots import Matrix, Snapshot, kind_of
+from mst_scale.run_logging.snapshots import Matrix, Snapshot, by_kind, kind_of
 
 MAP = "cividis"  # one lightness scale for all kinds of colour vision
 PHASES_SHOWN = 5  # columns of a heat map: the last phases

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -38,9 +38,7 @@ class MetricsFile:
 
     def write(self, row: dict[str, Any]) -> None:
         """Append a row. After an OSError, it and those before it are written by the next call."""
-        # JSON has no NaN: a loss that is not finite is null
-        finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in row.items()}
-        self._waiting.append(json.dumps(finite).encode() + b"\n")
+        self._waiting.append(json.dumps(without_nan(row)).encode() + b"\n")
         with self.path.open("ab", buffering=0) as file:
             self._length = min(self._length, file.seek(0, 2))
             file.truncate(self._length)
@@ -59,6 +57,11 @@ def read(path: Path) -> Iterator[dict[str, Any]]:
                 return
             if (row := _parse(line)) is not None:
                 yield row
+
+
+def without_nan(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a row with null in place of numbers that are not finite, which JSON does not have."""
+    return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in row.items()}
 
 
 def is_step(value: Any) -> bool:

@@ -12,7 +12,6 @@ records. The run never waits for the command, and a file that cannot be written 
 from __future__ import annotations
 
 import json
-import math
 import os
 import shlex
 import shutil
@@ -24,7 +23,7 @@ from typing import Any
 
 from mst_scale.comm import logger
 from mst_scale.errors import UserError
-from mst_scale.run_logging.metrics import OptionalWrites
+from mst_scale.run_logging.metrics import OptionalWrites, without_nan
 
 EVENTS = "events.jsonl"
 OF_ROW = ("step", "tokens", "loss", "val_loss", "grad_norm", "lr", "tokens_per_s", "step_ms", "phase", "sparsity")
@@ -95,7 +94,7 @@ class Operations:
             self.state[FAULTS[what]] += 1
         if state is not None:
             self.state["state"] = state
-        line = json.dumps(_without_nan({"time": time.time(), "event": what, "run": str(self.out), **more}))
+        line = json.dumps(without_nan({"time": time.time(), "event": what, "run": str(self.out), **more}))
         self._disk.attempt(EVENTS, lambda: self._append(line))
         self._write_health()
         if self.command is not None:
@@ -121,13 +120,8 @@ class Operations:
         if self.health is None:
             return
         path, now = self.health, {**self.state, "run": str(self.out), "time": time.time()}
-        text = _prometheus(now) if path.suffix == ".prom" else json.dumps(_without_nan(now)) + "\n"
+        text = _prometheus(now) if path.suffix == ".prom" else json.dumps(without_nan(now)) + "\n"
         self._disk.attempt(str(path), lambda: _replace(path, text))
-
-
-def _without_nan(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a row with null in place of numbers that are not finite, which JSON does not have."""
-    return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in row.items()}
 
 
 def _replace(path: Path, text: str) -> None:

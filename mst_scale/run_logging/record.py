@@ -9,6 +9,7 @@ from __future__ import annotations
 import io
 import resource
 import sys
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -24,6 +25,8 @@ from mst_scale.dead_units import total
 from mst_scale.run_logging.metrics import MetricsFile, OptionalWrites, read
 from mst_scale.run_logging.progress import ProgressLine, StepTimes, clock, table
 
+MONITOR_SECONDS = 60.0
+"""How long the end of a run waits for Weights & Biases and Comet."""
 SAME_FLOPS = 0.02  # relative difference up to which a run can be compared with a baseline
 Row = dict[str, Any]
 Compare = Callable[[Row], list[tuple[str, str]]]
@@ -132,6 +135,23 @@ class Record:
     def close(self) -> None:
         """Remove the progress line from a terminal."""
         self.line.close()
+
+    def finish_monitors(self) -> None:
+        """Wait, but not for long, until Weights & Biases and Comet have every value.
+
+        They send values from another process or thread, and a rank may end without their exit handlers.
+        """
+        ends = []
+        if getattr(self._monitor, "wandb_monitor", None) is not None:
+            ends.append(sys.modules["wandb"].finish)
+        if getattr(self._monitor, "comet_monitor", None) is not None:
+            ends.append(self._monitor.comet_monitor.experiment.end)
+        for end in ends:
+            thread = threading.Thread(target=end, name="mst_scale monitor", daemon=True)
+            thread.start()
+            thread.join(MONITOR_SECONDS)
+            if thread.is_alive():
+                logger.error("a monitor has not sent its last values within %g s", MONITOR_SECONDS)
 
     def summary(self, step: int, seconds: float, first_step: int, compare: Compare) -> str:
         """Return the summary of the run; `compare` compares the last row with a baseline."""

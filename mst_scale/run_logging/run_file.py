@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from mst_scale.checkpoints.store import write_if_possible
+from mst_scale.comm import logger
 
 PACKAGES = ("mst_scale", "torch", "deepspeed", "numpy", "safetensors", "triton", "mpi4py")
 SCHEDULERS = (
@@ -37,6 +38,9 @@ class RunFile:
     def __init__(self, path: Path, config: dict[str, Any], start: dict[str, Any]):
         self.path = path
         before = read(path)
+        if not before and path.is_file():
+            os.replace(path, aside := path.with_name(f"{path.name}.damaged"))
+            logger.error("%s cannot be read: it is kept as %s, and its record begins again", path, aside.name)
         self.starts = [*before.get("starts", []), start]
         self.events: list[dict[str, Any]] = before.get("events", [])
         self.config = config
@@ -121,10 +125,14 @@ def device() -> str:
 
     if torch.cuda.is_available():
         return torch.cuda.get_device_name()
+    return f"{processor()}, {os.cpu_count()} cores"
+
+
+def processor() -> str:
+    """Return the name of the processor."""
     cpuinfo = Path("/proc/cpuinfo")
     lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
-    name = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())
-    return f"{name}, {os.cpu_count()} cores"
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())
 
 
 def git_state(root: Path) -> dict[str, Any] | None:

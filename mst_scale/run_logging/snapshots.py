@@ -13,6 +13,7 @@ import os
 import re
 import zipfile
 import zlib
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -57,11 +58,17 @@ def kind_of(name: str) -> str:
     return re.sub(r"(?<=\.)\d+(?=\.)", "*", name)
 
 
-def pictured(names: list[str]) -> list[str]:
-    """Return the matrices whose pictures are kept: one of each kind in the first block and in the middle one."""
+def by_kind(names: Iterable[str]) -> dict[str, list[str]]:
+    """Group names of the same matrix in different blocks."""
     kinds: dict[str, list[str]] = {}
     for name in names:
         kinds.setdefault(kind_of(name), []).append(name)
+    return kinds
+
+
+def pictured(names: list[str]) -> list[str]:
+    """Return the matrices whose pictures are kept: one of each kind in the first block and in the middle one."""
+    kinds = by_kind(names)
     repeated = {kind: members for kind, members in kinds.items() if len(members) > 1} or kinds
     chosen = {m for members in repeated.values() for m in (members[0], members[len(members) // 2])}
     if len(chosen) > PICTURES:

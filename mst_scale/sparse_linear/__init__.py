@@ -1,6 +1,5 @@
 """Linear layers that compute only with active weights; the weight itself stays dense.
 
-config           the block `mst.compute` of a config
 definition       what a sparse linear layer computes, in plain torch
 compact          layers of which only the active weights exist
 layers           a model's sparse layers, and the masks that they follow

@@ -47,15 +47,6 @@ class _Call(ctypes.Structure):
     ]
 
 
-def build(folder: Path) -> Path:
-    """Return the path of the library in `folder`, compiled if it is missing.
-
-    Raises:
-        RuntimeError: if it cannot be compiled.
-    """
-    return compiled.build("sparse_linear", SOURCES, folder)
-
-
 @functools.cache
 def library() -> ctypes.CDLL | str:
     """Return the loaded library, or the reason why there is none. Loading is tried once per process."""

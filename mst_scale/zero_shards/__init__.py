@@ -1,4 +1,4 @@
-"""The seam to DeepSpeed (0.19.x): the only package that reads its insides, live and on disk.
+"""The interface to DeepSpeed (0.19.x): the only package that reads its internals, live and on disk.
 
 versions      which DeepSpeed and which torch
 half_types    bf16 and fp16: which of them this device trains in; the same on every CPU

@@ -1,8 +1,8 @@
-"""DeepSpeed's AutoTP: its layers with another product in the place of theirs, and what it cannot cut, in one line.
+"""Lets DeepSpeed's AutoTP layers multiply with our products, and turns its failures to split a model into one line.
 
-The layers hold some rows or columns of a matrix, as `tensor_parallel.ColumnLinear` and `RowLinear` do, and what is done
-around the product is what those do. DeepSpeed's own reduce a copy of what is not contiguous, and lose the sum: its own
-products are, those of a sparse kernel need not be.
+The layers hold some rows or columns of a matrix and communicate around the product, as `tensor_parallel.ColumnLinear`
+and `RowLinear` do. DeepSpeed's own layers would reduce a copy of a result that is not contiguous, and lose the sum: the
+result of a dense product is always contiguous, that of a sparse kernel need not be.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ FORWARDS: Mapping[type, Callable[..., torch.Tensor]] = {
 
 
 def is_linear(module: nn.Module) -> bool:
-    """Whether it is an nn.Linear, or a slice of one."""
+    """Whether a module is an nn.Linear, or a slice of one."""
     return isinstance(module, nn.Linear) or type(module) in FORWARDS
 
 
@@ -56,27 +56,27 @@ def is_linear(module: nn.Module) -> bool:
 
 
 def check_cuttable(model: nn.Module, deepspeed: Mapping[str, Any], size: int) -> None:
-    """Reject a config with which DeepSpeed would use other batch sizes than it says, or fail in the first step."""
+    """Reject a config with which DeepSpeed would change the batch size, or fail in the first step."""
     shape = [deepspeed.get(key) for key in ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps")]
     total = deepspeed.get("train_batch_size")
     if isinstance(total, int) and not all(isinstance(value, int) for value in shape):
         raise UserError(
-            f"train_batch_size = {total} and {KEY} = {size}: DeepSpeed would share it among all ranks, {size} of which "
-            "see the same sequences, and take fewer: state train_micro_batch_size_per_gpu and "
-            "gradient_accumulation_steps in its place"
+            f"train_batch_size = {total} and {KEY} = {size}: DeepSpeed would divide it among all ranks, although "
+            f"{size} of them read the same sequences, so the batch would be smaller: set "
+            "train_micro_batch_size_per_gpu and gradient_accumulation_steps instead"
         )
     heads = AutoTPMeta.from_model_config(getattr(model, "config", None)).num_kv_heads
     zero = deepspeed.get("zero_optimization") or {}
     if heads is not None and heads < size and isinstance(zero, Mapping) and zero.get("stage") == 3:
         raise UserError(
-            f"{KEY} = {size} leaves some ranks without any of the {heads} key heads, and stage 3 of DeepSpeed gathers "
-            f"no empty weights: set {KEY} to at most {heads}, or zero_optimization.stage to 2"
+            f"{KEY} = {size} leaves some ranks without any of the {heads} key heads, and DeepSpeed's stage 3 cannot "
+            f"gather empty weights: set {KEY} to at most {heads}, or zero_optimization.stage to 2"
         )
 
 
 @contextmanager
 def asserted_of_cutting(model: nn.Module, size: int) -> Iterator[None]:
-    """Say in one line what DeepSpeed asserts of a model that is to be cut."""
+    """Turn DeepSpeed's assertions about a model that it cannot split into one-line errors."""
     try:
         yield
     except AssertionError as met:
@@ -84,11 +84,11 @@ def asserted_of_cutting(model: nn.Module, size: int) -> Iterator[None]:
             raise
         if "batch" in str(met).lower():
             raise UserError(
-                f"train_batch_size does not fit {KEY} = {size}: leave it out, and state train_micro_batch_size_per_gpu "
+                f"train_batch_size does not fit {KEY} = {size}: leave it out, and set train_micro_batch_size_per_gpu "
                 "and gradient_accumulation_steps"
             ) from met
         why = str(met).strip(" .")
         raise UserError(
-            f"DeepSpeed's AutoTP does not cut {type(model).__name__} over {size} ranks ({why}): take a model of "
-            f"transformers with a tensor-parallel plan (Llama, Qwen, Gemma), the GPT of mst_scale, or {KEY} = 1"
+            f"DeepSpeed's AutoTP cannot split {type(model).__name__} over {size} ranks ({why}): use a transformers "
+            f"model with a tensor-parallel plan (Llama, Qwen, Gemma), the GPT of mst_scale, or {KEY} = 1"
         ) from met

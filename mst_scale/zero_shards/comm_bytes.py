@@ -1,8 +1,9 @@
 """Counts the bytes that this rank hands to DeepSpeed's collectives, at next to no cost.
 
 DeepSpeed's comms_logger counts the same bytes, but waits for the device after each call. Here each method of its
-backend that sends is wrapped once per process. A reduced tensor counts once, of a gather this rank's part, of a scatter
-the whole, as in the comms_logger; how often a byte travels is the algorithm's matter.
+backend that sends is wrapped once per process. As in the comms_logger, a reduction counts the tensor once, a gather
+counts this rank's part, and a scatter counts the whole tensor; how often the backend's algorithm sends each byte is not
+considered.
 """
 
 from __future__ import annotations

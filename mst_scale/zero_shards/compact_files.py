@@ -37,7 +37,7 @@ class StoredIndex:
 
     @cached_property
     def positions(self) -> Tensor:
-        """Where the values stand in the flattened matrix, ascending."""
+        """Positions of the values in the flattened matrix, ascending."""
         return packed_bits.indices(self.bits, math.prod(self.shape))
 
     @property

@@ -30,12 +30,12 @@ class CompactIndex:
     across = False
     """Whether the matrix is stored as (inputs, outputs), as transformers' Conv1D does."""
     backend = "dense"
-    """How layers multiply with it: "dense" expands the matrix, "cpu" takes the values alone."""
+    """How layers multiply with it: "dense" expands the matrix, "cpu" reads only the values."""
 
     def __init__(self, name: str, shape: tuple[int, ...], positions: Tensor):
         self.name, self.shape, self.numel = name, shape, math.prod(shape)
         self.positions = self._narrow(positions)
-        """Where the values stand in the flattened matrix, ascending; 4 bytes per value."""
+        """Positions of the values in the flattened matrix, ascending; 4 bytes per value."""
         self.on_gradient: Callable[[Tensor], None] | None = None
         """Called with the gradient of the whole matrix in each backward pass, while a topology step needs it."""
         self.stores_values = False
@@ -105,8 +105,8 @@ class CompactIndex:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> CompactIndex:
         raise UserError(
-            f"{self.name} is trained as its active values alone, and a copy of the model would not follow its "
-            "topology: set mst.compute.compact to off to copy or average the model while it trains"
+            f"{self.name} stores only its active values, and a copy of the model would not follow topology steps: set "
+            "mst.compute.compact to off to copy or average the model during training"
         )
 
     def __getstate__(self) -> dict[str, Any]:

@@ -1,10 +1,10 @@
-"""The compact store: parameters that store their active weights alone, seen in the coordinates of their matrices.
+"""The compact store: parameters that store only their active weights, addressed by the coordinates of their matrices.
 
 DeepSpeed shards, reduces, gathers, clips and optimizes the K values of such a parameter as it does any vector, so the
 dense store of these vectors (`values`) is where weights, gradients and optimizer states live. Masks and topology steps
-work on equal ranges of the flattened matrix (`slices`), which have nothing to do with where DeepSpeed cuts the values:
-what they read is brought together, one parameter at a time, and expanded to a copy. Parameters that are not compact, in
-the same run, are those of the dense store.
+work on equal ranges of the flattened matrix (`slices`), which are independent of how DeepSpeed partitions the values:
+the values that they read are gathered, one parameter at a time, and expanded to a copy. Parameters that are not
+compact, in the same run, are those of the dense store.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class CompactStore:
 
     @property
     def device(self) -> torch.device:
-        """Where master weights lie."""
+        """The device of the master weights."""
         return self.values.device
 
     # --- what lies as the values do ---
@@ -183,7 +183,7 @@ class CompactStore:
         return index
 
     def _joined(self, whole: Tensor) -> Tensor:
-        """Add up what all ranks have, each with 0 where another has a value: as bytes, so that no bit is lost."""
+        """Combine values of which each rank has some, and 0 elsewhere: added as bytes, so that every bit is kept."""
         if self.group is not None:
             self.collectives.all_reduce(whole.view(torch.uint8), group=self.group)
         return whole

@@ -21,9 +21,9 @@ _INTEGER_OF_SIZE = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class DenseStore(ABC):
-    """What the three layouts share: where a parameter's master weights lie, and all that lies as they do.
+    """The common part of the three layouts: a parameter's master weights, and everything that is stored like them.
 
-    A frozen parameter has no master copy: the forward reads its weights where they are, and no optimizer knows them.
+    A frozen parameter has no master copy: the forward pass reads its weights directly, and no optimizer updates them.
     """
 
     optimizer: Any
@@ -36,11 +36,11 @@ class DenseStore(ABC):
 
     @property
     def device(self) -> torch.device:
-        """Where master weights lie."""
+        """The device of the master weights."""
         return self.weight(0).device
 
     def frozen(self, i: int) -> bool:
-        """Whether the parameter was not trained when the engine was made: no optimizer state and no gradient is its."""
+        """Whether the parameter was frozen when the engine was made: it has no gradient and no optimizer state."""
         return self._frozen[i]
 
     def owner(self, i: int) -> torch.Tensor:
@@ -48,20 +48,20 @@ class DenseStore(ABC):
         return self._place(i)[0]
 
     def weight(self, i: int) -> torch.Tensor:
-        """Live fp32 master weights of this rank's slice, flat; of a frozen parameter, what the forward reads."""
+        """Live fp32 master weights of this rank's slice, flat; weights of the forward pass if it is frozen."""
         return self.part(i, self.owner(i))
 
     def has_master(self, i: int) -> bool:
-        """Whether the forward reads a copy, which each step writes anew from the master weights."""
+        """Whether the forward pass reads a copy, which each step overwrites with the rounded master weights."""
         return not self.frozen(i)
 
     def read(self, i: int) -> torch.Tensor:
-        """Live weights that the forward reads of this rank's slice, flat; without a master copy, `weight` itself."""
+        """Live weights of the forward pass in this rank's slice, flat; `weight` if there is no master copy."""
         parameter: Any = self.parameters[i]
         return parameter.detach().view(-1).narrow(0, self.slices[i].start, self.slices[i].length)
 
     def matches_master(self, i: int) -> bool:
-        """Whether the forward reads what the master weights of this rank's slice were rounded to, bit for bit."""
+        """Whether weights of the forward pass equal the rounded master weights of this rank's slice, bit for bit."""
         if not self.has_master(i):
             return True
         read, weight = self.read(i), self.weight(i)
@@ -96,12 +96,12 @@ class DenseStore(ABC):
         return max(int(state.get(p, {}).get("step", 0)) for p in self.param_group(i)["params"])
 
     def second_moment_share(self, i: int) -> float:
-        """Return 1 - β₂ᵗ: what Adam's second moment is by now of a squared gradient that never changed."""
+        """Return 1 - β₂ᵗ: Adam's second moment relative to the squared gradient, if the gradient had never changed."""
         return float(1.0 - self.param_group(i)["betas"][1] ** self.updates(i))
 
     @abstractmethod
     def zero_read(self, i: int, active: torch.Tensor) -> None:
-        """Zero what is inactive in what the forward pass reads, on all ranks together.
+        """Zero the inactive weights that the forward pass reads, on all ranks together.
 
         Args:
             i: the parameter.
@@ -111,7 +111,7 @@ class DenseStore(ABC):
         """
 
     def part(self, i: int, like_owner: torch.Tensor) -> torch.Tensor:
-        """Return this rank's slice, flat, of a tensor that lies as the master weights do."""
+        """Return this rank's slice, flat, of a tensor with the layout of the master weights."""
         return like_owner.detach().view(-1).narrow(0, self._place(i)[1], self.slices[i].length)
 
     @abstractmethod
@@ -155,9 +155,9 @@ class Replicated(DenseStore):
 
 
 class FlatPartitions(DenseStore):
-    """Stages 1 and 2: a parameter group is one flat buffer cut evenly; a parameter may straddle ranks.
+    """Stages 1 and 2: a parameter group is one flat buffer, split evenly; a parameter may span several ranks.
 
-    What a rank owns nothing of has an empty slice there. Nothing is cached: DeepSpeed rebinds states on load.
+    A rank that owns no part of a parameter has an empty slice. Nothing is cached: DeepSpeed rebinds states on load.
     """
 
     def __init__(self, engine: Any, parameters: dict[str, nn.Parameter]):
@@ -204,7 +204,7 @@ class FlatPartitions(DenseStore):
 
 
 class CutParameters(DenseStore):
-    """Stage 3: each parameter is cut on its own into equal parts; the last parts may hold padding, left out here."""
+    """Stage 3: each parameter is split into equal parts; the padding that the last parts may have is left out here."""
 
     def __init__(self, engine: Any, parameters: dict[str, nn.Parameter]):
         super().__init__(engine, parameters)
@@ -261,7 +261,7 @@ class CutParameters(DenseStore):
 
 
 def _zero_whole(shards: FlatPartitions | CutParameters, i: int, active: torch.Tensor) -> None:
-    """Zero what is inactive in a parameter that every rank holds whole; `active` flags this rank's slice."""
+    """Zero the inactive weights of a parameter that every rank holds whole; `active` flags this rank's slice."""
     parameter: Any = shards.parameters[i]
     start = shards.slices[i].start
     whole = torch.zeros(parameter.numel(), dtype=torch.uint8, device=parameter.device)
@@ -296,8 +296,8 @@ def _agreed_groups(engine: Any, parameters: list[nn.Parameter], groups: dict[int
     dist.all_reduce(differs, op=dist.ReduceOp.MAX, group=together)
     if differs:
         raise UserError(
-            "layers are cut unevenly, and DeepSpeed updates them in other sub-groups on some ranks than on others: set "
-            "zero_optimization.sub_group_size higher than the model has weights"
+            "layers are split unevenly, so DeepSpeed would update them in different sub-groups on different ranks: set "
+            "zero_optimization.sub_group_size to more than the number of weights of the model"
         )
     agreed: list[int] = most.tolist()
     return agreed

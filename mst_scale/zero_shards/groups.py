@@ -1,4 +1,4 @@
-"""Says which ranks hold the rest of what a rank holds of an engine's model."""
+"""Finds the ranks that hold the other parts, and the replicas, of the layers that this rank holds."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ MADE = "mst_groups"  # on the engine: process groups are never freed
 
 @dataclass(frozen=True)
 class Groups:
-    """Process groups that this rank belongs to; None: it alone."""
+    """Process groups that this rank belongs to; None stands for a group of this rank only."""
 
     replicas: Any
     """Ranks that hold the same weights."""
     zero: Any
-    """ZeRO cuts a parameter over these. None at stage 0, where each rank holds all of it."""
+    """Ranks over which ZeRO partitions a parameter. None at stage 0, where each rank holds all of it."""
     slices: Any
-    """Together they hold every slice of this rank's layers once."""
+    """Ranks that together hold every slice of this rank's layers once."""
     same_layers: Any
-    """All that hold some of this rank's layers, replicas too."""
+    """All ranks that hold some of this rank's layers, including replicas."""
     stages: Any
     """One rank of each stage of the pipeline."""
     everyone: Any
@@ -68,29 +68,29 @@ def _made(engine: Any) -> Groups:
 def exchanges_of(
     parameters: Iterable[nn.Parameter], groups: Groups, device: torch.device, through: Any = dist
 ) -> Exchanges:
-    """Return for each parameter the ranks that share its weights: those of one slice, or of all if its layer is cut."""
+    """Return for each parameter the ranks that share its weights: of one slice, or of all if its layer is split."""
     of_slice, of_all = (Exchange(group, device, through) for group in (groups.zero, groups.slices))
     return Exchanges([of_all if is_cut(p) else of_slice for p in parameters])
 
 
 def stage_count(engine: Any) -> int:
-    """Stages of its pipeline; 1 where there is none."""
+    """Return the number of pipeline stages; 1 without a pipeline."""
     return int(engine.grid.get_pipe_parallel_world_size()) if hasattr(engine, "grid") else 1
 
 
 def tensor_slices(engine: Any) -> int:
-    """Ranks that a layer is cut over; 1 where there is no tensor parallelism, as with an mpu for sequences alone."""
+    """Return the number of ranks that share a layer; 1 without tensor parallelism, as under an mpu of sequences."""
     knows = hasattr(engine.mpu, "get_model_parallel_world_size")
     return int(bwc_tensor_model_parallel_world_size(engine.mpu)) if knows else 1
 
 
 def sequences_a_step(engine: Any) -> int:
-    """Sequences of an optimizer step. DeepSpeed counts those of every rank of a layer that AutoTP has cut."""
+    """Return the sequences of an optimizer step; DeepSpeed counts them once per rank of a layer that AutoTP split."""
     return int(engine.train_batch_size()) // (tensor_slices(engine) if engine.autotp_size() > 1 else 1)
 
 
 def is_cut_up(engine: Any) -> bool:
-    """Whether a rank holds a part of the model only, before ZeRO cuts it."""
+    """Return whether a rank holds only a part of the model, before ZeRO partitions it."""
     return tensor_slices(engine) > 1 or stage_count(engine) > 1
 
 

@@ -1,4 +1,4 @@
-"""Decides which half types may be trained in on this device, and refuses the others in one line."""
+"""Decides which half-precision types this device may train in, and rejects the others with one line."""
 
 from __future__ import annotations
 

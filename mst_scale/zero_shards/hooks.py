@@ -1,10 +1,11 @@
-"""Every place where training sparsely changes a live DeepSpeed engine, in the order in which it is done.
+"""Lists every change that sparse training makes to a live DeepSpeed engine, in the order in which it is made.
 
-A later hook wraps what an earlier one has put in. Each names the part of DeepSpeed it changes, the behaviour that it
-counts on, and the versions in which that was seen; tests/ranks/zero_shards/test_hooks.py fails when DeepSpeed behaves
-otherwise. Two more last for one call: `saving.errors_after_saving` and `safe_load.data_only`. What only some ask for
-comes after all of them: functions of weights carry a state in checkpoints (`saving.carry_state`), `mst.on_step` follows
-steps where nothing else does, and `record` sees losses (`step.watch_losses`) and carries what it has counted.
+A later hook may wrap an earlier one. Each names the part of DeepSpeed that it changes, the behavior that it relies on,
+and the versions in which that behavior was observed; tests/ranks/zero_shards/test_hooks.py fails when DeepSpeed behaves
+otherwise. Two more changes last for one call: `saving.errors_after_saving` and `safe_load.data_only`. Changes that only
+some runs need come after all of these: functions of weights keep a state in checkpoints (`saving.carry_state`),
+`mst.on_step` follows steps where nothing else does, and `record` reads losses (`step.watch_losses`) and keeps its
+counts in checkpoints.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from mst_scale.zero_shards import compact_index, groups, logical, muon, powers, 
 
 
 class Follower(Protocol):
-    """Who follows an engine's steps, saves and loads."""
+    """The interface of `engine.mst` to the hooks, which call it at the steps, saves and loads of an engine."""
 
     @property
     def follows_steps(self) -> bool:
@@ -28,10 +29,10 @@ class Follower(Protocol):
 
     @property
     def masks_weights(self) -> bool:
-        """Whether updates are masked, and masks ride in checkpoints."""
+        """Whether updates are masked, and masks are stored in checkpoints."""
 
     def before_step(self) -> None:
-        """Gradients are reduced and not yet clipped."""
+        """Follow DeepSpeed to the point at which gradients are reduced and not yet clipped."""
 
     def before_update(self) -> None:
         """Prepare the update of the master weights: there was no overflow, and the gradient's norm is known."""
@@ -40,25 +41,25 @@ class Follower(Protocol):
         """Whether this step leaves weights and moments as they are."""
 
     def mask_update(self, parameter: nn.Parameter, update: Tensor) -> None:
-        """Zero what is inactive in this rank's slice of an update, flat."""
+        """Zero the inactive weights in this rank's slice of an update, flat."""
 
     def after_update(self, tensors: set[int]) -> None:
-        """Follow the update of these master tensors (ids); what the forward pass reads is not yet written."""
+        """Follow the update of these master tensors (ids), before weights of the forward pass are written."""
 
     def after_step(self) -> None:
         """Follow the end of a step, taken or skipped."""
 
     def saving(self, checkpoint: Path) -> dict[str, Any]:
-        """Write what rides along into a checkpoint's folder; what is returned goes into its client_state."""
+        """Write masks into a checkpoint's folder; the return value is stored in its client_state."""
 
     def loading(self, checkpoint: Path) -> Callable[[], None]:
         """Prepare for a load of this checkpoint; the returned function undoes that if the load fails."""
 
     def loaded(self, checkpoint: Path, state: dict[str, Any] | None) -> None:
-        """Weights and states are loaded; `state` is what `saving` returned then, None where nobody rode along."""
+        """Follow a load of weights and states; `state` is what `saving` returned, or None if there is none."""
 
     def load_weights(self, checkpoint: Path) -> dict[str, Any]:
-        """Take a checkpoint's weights alone; what else its client_state holds."""
+        """Load only the weights of a checkpoint; return the rest of its client_state."""
 
 
 @dataclass(frozen=True)
@@ -67,11 +68,11 @@ class Hook:
 
     name: str
     changes: str
-    """What of the engine it replaces or wraps."""
+    """The part of the engine that the hook replaces or wraps."""
     because: str
-    """How DeepSpeed behaves without it, or what it counts on."""
+    """How DeepSpeed behaves without the hook, or the behavior that the hook relies on."""
     seen_in: str
-    """Versions of DeepSpeed."""
+    """Versions of DeepSpeed in which this behavior was observed."""
     applies: Callable[[Any, Follower], bool]
     install: Callable[[Any, Follower], None]
 
@@ -98,7 +99,7 @@ HOOKS = (
     Hook(
         "norm in float64",
         "optimizer.get_grad_norm_direct (stages 1 and 2), and the norm of a plain step",
-        "float32 sums over ranks depend on where parameters are cut, and compact ones are cut elsewhere",
+        "float32 sums depend on how parameters are split over ranks, and compact parameters are split differently",
         "0.19",
         lambda engine, _: bool(compact_index.indexes_of(engine.module)),
         lambda engine, _: step.norm_in_float64(engine),
@@ -114,7 +115,7 @@ HOOKS = (
     Hook(
         "powers of beta",
         "the optimizer's step hooks",
-        "Adam's kernels for a CPU multiply powers of β up, and a resumed run begins with pow: the last bit may differ",
+        "Adam's CPU kernels update powers of β by multiplication, but use pow after a load: the last bit may differ",
         "0.19",
         lambda engine, _: powers.multiplies_powers(engine),
         lambda engine, _: powers.compute_powers(engine),
@@ -122,7 +123,7 @@ HOOKS = (
     Hook(
         "parts of sequences",
         "optimizer.__avg_scatter_grads",
-        "stage 3 divides gradients by all ranks, where the others divide by sequences and add up those of their parts",
+        "stage 3 divides gradients by all ranks; the other stages divide by sequences and sum over their parts",
         "0.19.8",
         step.averages_parts,
         lambda engine, _: step.add_up_parts(engine),
@@ -130,7 +131,7 @@ HOOKS = (
     Hook(
         "universal checkpoints",
         "engine.load_checkpoint",
-        "stage 0 loads none; stage 3 gives all parameter groups the first one's settings; buffers are not loaded",
+        "stage 0 loads none; stage 3 gives all parameter groups the settings of the first; buffers are not loaded",
         "0.19",
         _always,
         lambda engine, _: saving.fit_universal_checkpoints(engine),
@@ -138,7 +139,7 @@ HOOKS = (
     Hook(
         "step",
         "engine._take_model_step",
-        "it runs once an accumulation boundary, with reduced gradients, before clipping",
+        "it runs once per accumulation boundary, with reduced gradients, before clipping",
         "0.19",
         lambda _, follower: follower.follows_steps,
         lambda engine, follower: step.around_model_step(engine, follower.before_step, follower.after_step),
@@ -146,7 +147,7 @@ HOOKS = (
     Hook(
         "before update",
         "the optimizer's step hooks",
-        "it is called when the gradient's norm is known and before states are read, not after an overflow",
+        "they run after the gradient norm is known and before states are read, but not after an overflow",
         "0.19",
         lambda _, follower: follower.follows_steps,
         lambda engine, follower: step.before_master_update(engine, follower.before_update),
@@ -162,7 +163,7 @@ HOOKS = (
     Hook(
         "muon's dtype",
         "original_muon.ns_compute_dtype, for the whole process",
-        "it asks the accelerator whether fp16 is supported, which CPUs answer differently, and weights would with it",
+        "it depends on whether the accelerator reports fp16 support, which differs between CPUs, so weights would too",
         "0.19.8",
         lambda engine, _: muon.is_muon(engine),
         muon.fix_dtype,
@@ -170,7 +171,7 @@ HOOKS = (
     Hook(
         "muon",
         "the optimizer's step hooks; parameters and ZeRO-3 are told that they do not use Muon",
-        "it orthogonalises before masks come, fills what is inactive, and clips the update in place of the gradient",
+        "it orthogonalizes before masks are applied, updates inactive weights, and clips the update, not the gradient",
         "0.19.8",
         lambda engine, follower: muon.takes_over(engine, follower.masks_weights),
         muon.install,
@@ -178,7 +179,7 @@ HOOKS = (
     Hook(
         "update",
         "the optimizer's step hook",
-        "it is called after master weights are updated and before they are copied and gathered, not after an overflow",
+        "it runs after master weights are updated and before they are copied and gathered, but not after an overflow",
         "0.19",
         lambda _, follower: follower.masks_weights,
         lambda engine, follower: step.after_master_update(engine, follower.after_update),
@@ -186,7 +187,7 @@ HOOKS = (
     Hook(
         "checkpoints",
         "engine.save_checkpoint and engine.load_checkpoint",
-        "client_state is saved and given back; at stage 3 load_module_only loads nothing",
+        "client_state is saved and returned; at stage 3, load_module_only loads nothing",
         "0.19",
         lambda _, follower: follower.masks_weights,
         saving.carry_along,
@@ -219,7 +220,7 @@ HOOKS = (
 
 
 def install(engine: Any, follower: Follower) -> list[str]:
-    """Install the hooks that apply, in their order; their names."""
+    """Install the hooks that apply, in their order; return their names."""
     chosen = [hook for hook in HOOKS if hook.applies(engine, follower)]
     for hook in chosen:
         hook.install(engine, follower)

@@ -1,8 +1,8 @@
-"""Says what each of a rank's parameters is of the logical model: its name there, its shape, and which part of it.
+"""Maps each parameter of a rank to the logical model: its name and shape there, and which part of it the rank holds.
 
-Our own layers mark a parameter that they cut (`mst_cut`). DeepSpeed's AutoTP describes what it has cut as affine pieces
-of the whole; those that are some rows × some columns become a `Cut`, any others are refused. A stage of a pipeline
-numbers its layers by itself, and may say what they are called in the model without a pipeline (`logical_names`).
+Our own layers mark a parameter that they split (`mst_cut`). DeepSpeed's AutoTP describes its parts as affine pieces of
+the whole; pieces that are some rows × some columns become a `Cut`, and any others are rejected. A pipeline stage
+numbers its own layers, and may state their names in the model without a pipeline (`logical_names`).
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ from mst_scale.tensor_parallel import marked_cut
 from mst_scale.zero_shards.compact_index import index_of
 
 TABLES = (nn.Embedding, nn.EmbeddingBag, VocabParallelEmbedding, HiddenParallelEmbedding)
-UNKNOWN = "masks cannot follow this layout of tensor parallelism: train with method dense, or cut it otherwise"
+UNKNOWN = "masks cannot follow this layout of tensor parallelism: train with method dense, or use another layout"
 
 
 def named_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """As `model.named_parameters()`, under the names of the logical model; a tied tensor once."""
+    """Yield `model.named_parameters()` under the names of the logical model; a tied tensor once."""
     names: Mapping[str, str] = getattr(model, "logical_names", {})
     for name, parameter in model.named_parameters():
         yield names.get(name, name), parameter
 
 
 def cut_of(parameter: Any) -> Cut:
-    """Which rows and columns of the logical tensor this rank's parameter holds, before ZeRO cuts it."""
+    """Return the rows and columns of the logical tensor that this rank's parameter holds, before ZeRO partitions it."""
     if (marked := marked_cut(parameter)) is not None:
         return marked
     if (index := index_of(parameter)) is not None:
@@ -46,27 +46,29 @@ def cut_of(parameter: Any) -> Cut:
     told = getattr(parameter, DS_AUTOTP_UC_META, None)
     if told is None:
         if is_model_parallel_parameter(parameter):
-            raise UserError(f"a parameter of shape {here} is cut, and its layer does not say how: {UNKNOWN}")
+            raise UserError(f"a parameter of shape {here} is split, but its layer does not describe how: {UNKNOWN}")
         return Cut.whole(here)
     cut = _autotp_cut(told["conversion"])
     if math.prod(cut.local_matrix) != math.prod(here):
-        raise UserError(f"DeepSpeed says that {cut.local_matrix} of {cut.shape} is here, and it is {here}: {UNKNOWN}")
+        raise UserError(
+            f"DeepSpeed reports {cut.local_matrix} of {cut.shape} for a parameter of shape {here}: {UNKNOWN}"
+        )
     return cut
 
 
 def stored_cut_of(parameter: Any) -> Cut:
-    """Return the cut of the tensor that a parameter stores, which is the vector of values of a compact one."""
+    """Return the cut of the tensor that a parameter stores; a compact parameter stores a vector of values."""
     index = index_of(parameter)
     return cut_of(parameter) if index is None else Cut.whole((index.stored,))
 
 
 def is_cut(parameter: Any) -> bool:
-    """Whether its layer is cut over the ranks of a tensor-parallel group, as DeepSpeed's norms see it."""
+    """Whether a parameter's layer is split over the ranks of a tensor-parallel group, as DeepSpeed's norms see it."""
     return bool(is_model_parallel_parameter(parameter))
 
 
 def is_empty(parameter: Any) -> bool:
-    """Whether this rank's slice of a cut layer has no weights: one of more ranks than heads has none of them."""
+    """Whether this rank's slice of a split layer has no weights, because there are more ranks than heads."""
     return int(getattr(parameter, "ds_numel", parameter.numel())) == 0
 
 
@@ -81,32 +83,34 @@ LAYOUT = "mst_layout"
 
 
 class Layout:
-    """What a checkpoint's file of one slice, or stage, holds of the logical model: the same as above, on disk."""
+    """The parts of the logical model that a checkpoint's file of one slice or pipeline stage holds."""
 
     def __init__(self, table: Mapping[str, Mapping[str, Any]]):
         self.table = table
         self.is_cut = {entry["name"]: bool(entry["cut"]) for entry in table.values()}
 
     def of(self, name: str, shape: tuple[int, ...]) -> tuple[str, Cut]:
-        """Name and cut in the logical model of what has this name and shape in the file."""
+        """Return the name and cut, in the logical model, of the tensor with this name and shape in the file."""
         if name not in self.table:
-            raise UserError(f"a checkpoint's layout does not tell of {name}: it was saved by another version")
+            raise UserError(f"the checkpoint's layout does not list {name}: it was saved by another version")
         entry = self.table[name]
         rows, columns = (tuple((int(a), int(b)) for a, b in entry[axis]) for axis in ("rows", "columns"))
         cut = Cut(tuple(entry["shape"]), rows, columns)
         if math.prod(cut.local_matrix) != math.prod(shape):
-            raise UserError(f"a checkpoint's {name} has shape {shape}, and its layout says {cut.local_matrix}")
+            raise UserError(f"{name} has shape {shape} in the checkpoint, but its layout states {cut.local_matrix}")
         return str(entry["name"]), cut
 
     def layer(self, name: str) -> tuple[int, str]:
-        """Of a parameter of a pipeline's stage: the number of the layer in whose file it lies, and its name there."""
+        """Return the layer in whose file a pipeline stage's parameter is stored, and its name in that file."""
         if not self.table[name].get("layer"):
-            raise UserError(f"a checkpoint does not say in which layer's file {name} lies: it is of another version")
+            raise UserError(
+                f"the checkpoint does not say which layer's file contains {name}: it was saved by another version"
+            )
         number, own = self.table[name]["layer"]
         return int(number), str(own)
 
     def cut(self, name: str) -> bool:
-        """Whether other slices hold the rest of this logical parameter."""
+        """Return whether other slices hold the rest of this logical parameter."""
         return self.is_cut[name]
 
 
@@ -146,7 +150,7 @@ def layout_of_file(checkpoint: Path, state: Mapping[str, Any], several: bool) ->
     table = state.get(LAYOUT)
     if table is None and several:
         raise UserError(
-            f"{checkpoint} was saved with model parallelism and does not say how: save it again with this version"
+            f"{checkpoint} was saved with model parallelism but has no layout: save it again with this version"
         )
     return None if table is None else Layout(table)
 
@@ -163,7 +167,7 @@ def _autotp_cut(told: Mapping[str, Any]) -> Cut:
     if told["replicated"]:
         return Cut.whole(shape)
     if "affine_map" not in told:
-        raise UserError(f"DeepSpeed does not describe how it has cut a parameter of shape {shape}: {UNKNOWN}")
+        raise UserError(f"DeepSpeed does not describe how it split a parameter of shape {shape}: {UNKNOWN}")
     pieces = ParamAffineMap.from_dict(told["affine_map"]).pieces_by_rank
     if sum(piece.numel for mine in pieces.values() for piece in mine) != math.prod(shape):
         raise UserError(f"DeepSpeed keeps parts of a parameter of shape {shape} on several ranks: {UNKNOWN}")
@@ -204,7 +208,7 @@ def cut_from_pieces(shape: tuple[int, ...], pieces: Sequence[AffinePiece]) -> Cu
     for (a, b), (mine, where) in found.items():
         sorted_by_row = bool((np.diff(mine) > 0).all()) and np.array_equal(mine, lines)
         if b > columns or not sorted_by_row or not np.array_equal(where, np.arange(len(mine)) * width + offset):
-            raise UserError(f"what DeepSpeed keeps of a parameter of shape {shape} is not rows × columns: {UNKNOWN}")
+            raise UserError(f"DeepSpeed's part of a parameter of shape {shape} is not rows × columns: {UNKNOWN}")
         offset += b - a
     return Cut(shape, _ranges(lines), tuple(found))
 

@@ -1,21 +1,21 @@
-"""Muon in one place at every ZeRO stage: after norm and clipping, with a momentum that lies like any optimizer state.
+"""Applies Muon at the same point at every ZeRO stage: after norm and clipping, with its momentum as optimizer state.
 
-DeepSpeed 0.19.8 orthogonalises gradients at stages 1 and 2 while they are being reduced, at stage 3 before the norm and
-at stage 0 in the optimizer's step; so its norm and its clipping are of the update at some stages and of the gradient at
-others, and masks come too late. Its own is switched off. In the optimizer's step hook, from gradients that are masked,
-unscaled and clipped as every optimizer here gets them:
+DeepSpeed 0.19.8 orthogonalizes gradients at stages 1 and 2 while they are being reduced, at stage 3 before the norm and
+at stage 0 in the optimizer's step. Its norm and clipping therefore use the update at some stages and the gradient at
+others, and masks would be applied too late, so its own Muon is switched off. The optimizer's step hook computes, from
+gradients that are masked, unscaled and clipped as for any other optimizer:
 
     momentum ← momentum + (1 - β) · (gradient - momentum)     this rank's slice, in fp32
     blend = gradient + β · (momentum - gradient)              Nesterov's
-    each matrix is brought together on one rank, orthogonalised there by DeepSpeed's Newton-Schulz, and cut up again
+    each matrix is gathered on one rank, orthogonalized there by DeepSpeed's Newton-Schulz, and split up again
     the follower masks this rank's slice of the update, since Newton-Schulz fills what was 0
     weight ← (1 - lr · decay) · weight - lr · update
 
 Newton-Schulz runs in a dtype that its method and the kind of device determine (`newton_schulz_dtype`). DeepSpeed would
 take fp16 on exactly those CPUs that have instructions for it, so that weights would depend on the CPU's model.
 
-The ranks take turns, matrix by matrix; at stage 0 each of them computes all. A matrix is computed whole, from the same
-numbers in the same order, whatever rank does it: the update does not depend on stage or number of ranks.
+The ranks take turns, matrix by matrix; at stage 0 each of them computes all matrices. Every rank would compute a matrix
+from the same numbers in the same order, so the update does not depend on the stage or the number of ranks.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ OURS = "mst_muon"  # marks what is updated here
 
 
 class MasksUpdates(Protocol):
-    """What Muon calls before it applies an update."""
+    """The interface that Muon calls to mask an update before applying it."""
 
     def holds_update(self) -> bool: ...
 
@@ -55,7 +55,7 @@ def is_muon(engine: Any) -> bool:
 
 
 def takes_over(engine: Any, masks_weights: bool) -> bool:
-    """Whether Muon is computed here: where masks need it, and in dense runs wherever masks could be."""
+    """Whether Muon is computed here: if there are masks, and in dense runs in which masks would be possible."""
     if not is_muon(engine):
         return False
     try:
@@ -63,7 +63,7 @@ def takes_over(engine: Any, masks_weights: bool) -> bool:
     except UserError as reason:
         if masks_weights:
             raise
-        logger.warning("DeepSpeed's own Muon trains, which clips orthogonalised updates: %s", reason)
+        logger.warning("DeepSpeed's own Muon is used, which clips orthogonalized updates: %s", reason)
         return False
     return True
 
@@ -76,7 +76,7 @@ def matrices(engine: Any) -> dict[str, nn.Parameter]:
 
 
 def shapes(engine: Any) -> list[tuple[tuple[int, ...], str]]:
-    """Shape of every matrix that Muon updates, here or in DeepSpeed, and its Newton-Schulz; none of other optimizers.
+    """Return the shape and the Newton-Schulz method of every matrix that Muon updates, here or in DeepSpeed.
 
     DeepSpeed has one method for all of an engine's matrices.
     """
@@ -94,8 +94,8 @@ class Muon:
         marked = matrices(engine)
         if not marked and any(group.get("use_muon") for group in self.optimizer.param_groups):
             raise UserError(
-                "a Muon of your own finds no parameter marked use_muon, and DeepSpeed orthogonalises no other: "
-                'leave the optimizer out, and let the config make it with "optimizer": {"type": "Muon"}'
+                "the Muon passed to initialize has no parameter marked use_muon, so DeepSpeed would orthogonalize "
+                'none: pass no optimizer, and select Muon in the config with "optimizer": {"type": "Muon"}'
             )
         self.shards = dense_store(engine, marked)
         self.group = self.shards.group
@@ -107,7 +107,7 @@ class Muon:
         self.optimizer.register_step_post_hook(self._after)
 
     def _lengths(self) -> list[list[int]]:
-        """How much of each matrix each rank holds; in the order of ranks their slices make it up."""
+        """How much of each matrix each rank holds; the slices follow each other in the order of ranks."""
         mine = torch.tensor([s.length for s in self.shards.slices], dtype=torch.int64, device=self.device)
         if self.group is None:
             return [mine.tolist()]
@@ -155,7 +155,9 @@ class Muon:
         momentum = state.get(MOMENTUM)
         if momentum is None or momentum.numel() != owner.numel():
             if momentum is not None:
-                logger.warning("the momentum of a checkpoint lies as DeepSpeed's own Muon keeps it: it starts at 0")
+                logger.warning(
+                    "the checkpoint's momentum has the layout of DeepSpeed's own Muon, so momentum starts at 0"
+                )
             state[MOMENTUM] = torch.zeros_like(owner.detach())
         elif momentum.dtype != owner.dtype:
             state[MOMENTUM] = momentum.to(owner.dtype)
@@ -204,7 +206,7 @@ def newton_schulz_dtype(ns_method: str = "gram") -> torch.dtype:
 
 
 def fix_dtype(engine: Any = None, follower: Any = None) -> Any:
-    """Let DeepSpeed's Newton-Schulz take `newton_schulz_dtype`, whatever the accelerator reports; return its module."""
+    """Make DeepSpeed's Newton-Schulz use `newton_schulz_dtype`, whatever the accelerator reports; return its module."""
     from deepspeed.runtime.zero.muon import original_muon  # imported where it is used: it makes compiled functions
 
     original_muon.ns_compute_dtype = newton_schulz_dtype

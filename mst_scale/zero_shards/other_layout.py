@@ -1,10 +1,11 @@
-"""Finds the copy with which a checkpoint continues on another number of ranks or at another ZeRO stage.
+"""Finds the copy of a checkpoint that loads on another number of ranks or at another ZeRO stage.
 
 If there is no copy, the error says how to make it.
 
 DeepSpeed's own loading fails for another layout, with an exception that depends on the stages: a ZeRORuntimeException,
 a missing file, an empty AssertionError. `mst reshape CHECKPOINT` writes a copy that every layout can load into the
-checkpoint; where it lies there, it is loaded instead. So a Trainer, or a loop of your own, resumes by the same command.
+folder of the checkpoint; if it exists, it is loaded instead. A Trainer or your own training loop thus resumes with the
+same command.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ def copy_of(engine: Any, load_dir: Path, tag: Any) -> str | None:
 
 
 def checkpoint_to_reshape(engine: Any, load_dir: Path, tag: Any) -> tuple[Path, str] | None:
-    """Return a checkpoint of another layout that has no copy yet, and how the layouts differ; None if it is no such."""
+    """Return a checkpoint of another layout that has no copy yet, and how the layouts differ; None for any other."""
     folder = _folder(load_dir, tag)
     if folder is None or (folder / COPY / MANIFEST).is_file():
         return None
@@ -48,7 +49,7 @@ def checkpoint_to_reshape(engine: Any, load_dir: Path, tag: Any) -> tuple[Path, 
 
 @contextmanager
 def explained(engine: Any, load: Callable[..., Any], args: Any, named: Any) -> Iterator[None]:
-    """Raise a UserError for what `load(*args, **named)` fails with, if another layout has saved that checkpoint."""
+    """Turn a failure of `load(*args, **named)` in this context into a UserError if another layout saved the files."""
     try:
         yield
     except UserError:
@@ -68,13 +69,13 @@ def explained(engine: Any, load: Callable[..., Any], args: Any, named: Any) -> I
 def _misfit(folder: Path, engine: Any) -> str | None:
     there, here = file_of(folder).is_file(), bool(indexes_of(engine.module))
     if there != here:
-        words = {True: "its active weights alone (mst.compute.compact)", False: "whole matrices"}
-        return f"{folder} stores {words[there]}, and here layers store {words[here].replace('its', 'their')}"
+        words = {True: "only active weights (mst.compute.compact)", False: "whole matrices"}
+        return f"{folder} stores {words[there]}, but this run's layers store {words[here]}"
     return misfit(folder, int(engine.zero_optimization_stage()), _ranks(engine))
 
 
 def misfit(folder: Path, stage: int, ranks: int) -> str | None:
-    """Return how the layout that saved a checkpoint differs from this one; None if its files tell no difference."""
+    """Return how the layout that saved a checkpoint differs from this one; None if its files show no difference."""
     found = [match for path in folder.glob("*_states.pt") if (match := OF_A_RANK.search(path.name))]
     saved_ranks = 1 + max((int(match[1]) for match in found), default=0)
     kind = 3 if any(match[2] == "model" for match in found) else min(len(found), 1)
@@ -83,11 +84,11 @@ def misfit(folder: Path, stage: int, ranks: int) -> str | None:
         return None
     names = {0: "without ZeRO (stage 0)", 1: f"by {saved_ranks} rank(s) at ZeRO stage 1 or 2"}
     saved = names.get(kind, f"by {saved_ranks} rank(s) at ZeRO stage 3")
-    return f"{folder} was saved {saved}, and here are {ranks} at stage {stage}"
+    return f"{folder} was saved {saved}, but this run has {ranks} at stage {stage}"
 
 
 def _folder(load_dir: Path, tag: Any) -> Path | None:
-    """Return the checkpoint that a call means; None where there is none."""
+    """Return the checkpoint that a call would load; None if there is none."""
     latest = load_dir / "latest"
     if tag is None and latest.is_file():
         tag = latest.read_text().strip()

@@ -1,4 +1,4 @@
-"""Makes, shows and fills parameters that ZeRO-3 cuts up."""
+"""Creates, gathers and fills parameters that ZeRO-3 partitions."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ def zero_stage(deepspeed_config: dict[str, Any]) -> int:
 def partitioned_construction(
     deepspeed_config: dict[str, Any], mesh: Mesh | None = None
 ) -> contextlib.AbstractContextManager[Any]:
-    """Under ZeRO-3 each parameter is cut up as soon as it is made, so that no rank ever holds the whole model.
+    """Return a context in which ZeRO-3 partitions each parameter at once, so that no rank holds the whole model.
 
-    It is cut over the ranks that hold the same weights: with a mesh those of its group, else all.
+    Parameters are partitioned over the ranks that hold the same weights: the group of a mesh, or else all ranks.
     """
     if zero_stage(deepspeed_config) < 3:
         return contextlib.nullcontext()
@@ -33,10 +33,10 @@ def partitioned_construction(
 
 @contextlib.contextmanager
 def whole(parameter: nn.Parameter) -> Iterator[bool]:
-    """Gather all values of a parameter, whether or not ZeRO-3 has cut it; all ranks receive what rank 0 writes into it.
+    """Gather all values of a parameter that ZeRO-3 may have partitioned; all ranks receive what rank 0 writes into it.
 
-    Yields whether this rank's values are those that count. Uncut parameters are replaced by rank 0's when DeepSpeed
-    takes the model over.
+    Yields whether the values that this rank writes are used. Parameters that are not partitioned are replaced by rank
+    0's when DeepSpeed takes over the model.
     """
     if not hasattr(parameter, "ds_id"):
         yield True

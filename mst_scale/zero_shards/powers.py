@@ -1,8 +1,8 @@
-"""Lets Adam on a CPU compute the powers of its betas from the count of updates alone.
+"""Makes Adam on a CPU compute the powers of its betas only from the number of updates.
 
 DeepSpeed's kernels keep βᵗ from one update to the next and multiply it by β, in float32; after a resume they begin with
-pow(β, t). The two differ in their last bit at some t, and with it all weights. Kernels that have last been at another
-update compute pow: one update of a single number that nobody reads, as number 0, puts them there.
+pow(β, t). At some t, the two differ in the last bit, and so do all weights. A kernel calls pow whenever its previous
+update had another number than t - 1, so a dummy update of a single number, as update 0, is made before each real one.
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ def stored(name: str, parameter: Any, values: Callable[[Shard], torch.Tensor]) -
 
 
 def put_reads(engine: Any, name: str, parameter: Any, values: Callable[[Shard], torch.Tensor]) -> None:
-    """Write what the forward reads of a parameter, trained or not; `values` gives those of a shard of it, flat."""
+    """Write what the forward pass reads of a parameter, trained or not; `values` returns the values of a shard."""
     read = stored(name, parameter, values)
     if not hasattr(parameter, "ds_tensor"):
         parameter.data.copy_(read(0, parameter.numel()).view(parameter.shape))

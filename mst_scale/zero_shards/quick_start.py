@@ -1,4 +1,4 @@
-"""Leaves out of DeepSpeed's start what takes seconds and is not used there, on every rank of every run.
+"""Skips parts of DeepSpeed's start that take seconds on every rank and are not used there.
 
 torch.compile   DeepSpeed imports Muon to learn whether an optimizer is one. Its decorators load torch's compiler: 3 s.
                 Here what they decorate is compiled when it is first called.

@@ -121,8 +121,8 @@ class Recomputation:
             return
         if not isinstance(loss, Tensor) or loss.grad_fn is None:
             raise UserError(
-                "a verification computes a micro-batch again, and needs a model whose only output is its loss: return "
-                "the loss alone, or set training.verify_every to 0"
+                "training.verify_every needs a model whose only output is its loss, because it computes micro-batches "
+                "again: return only the loss, or set training.verify_every to 0"
             )
         now.digests[LOSS] = self._digest(loss)
 

@@ -1,4 +1,4 @@
-"""Opens checkpoints as data: one from elsewhere cannot run anything on the machine that reads it.
+"""Opens checkpoints as data, so that a checkpoint from elsewhere cannot run code on the machine that reads it.
 
 A `.pt` file is a pickle, and a pickle can call any function when it is opened. torch's `weights_only` opens tensors,
 numbers, strings and containers of them, and refuses the rest by name; of DeepSpeed's own classes the few that its
@@ -41,7 +41,7 @@ def load(path: Path, classes: Sequence[Any] = (), mmap: bool = False) -> Any:
 
 @contextlib.contextmanager
 def data_only(classes: Sequence[Any]) -> Iterator[None]:
-    """Within, every `torch.load` of this process opens data only, whatever its caller asks for."""
+    """Return a context in which every `torch.load` of this process opens only data, whatever its caller asks for."""
     inner = torch.load
 
     @functools.wraps(inner)
@@ -76,4 +76,4 @@ def _refusing() -> Iterator[None]:
         yield
     except pickle.UnpicklingError as error:
         reason = next((line for line in str(error).splitlines() if "GLOBAL" in line or "global" in line), str(error))
-        raise UserError(f"the checkpoint holds more than data, and is not opened: {reason.strip()}") from None
+        raise UserError(f"the checkpoint holds more than data and is not opened: {reason.strip()}") from None

@@ -1,4 +1,4 @@
-"""DeepSpeed's saves and loads: what fails is told on every rank, what rides along is carried, every stage loads."""
+"""Extends DeepSpeed's saves and loads: errors on every rank, masks in checkpoints, universal copies at every stage."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ from mst_scale.zero_shards.step import base_optimizer
 
 @contextlib.contextmanager
 def errors_after_saving(engine: Any, snapshot: Snapshot | None = None) -> Iterator[None]:
-    """Let a save run to its end on every rank, then raise what went wrong on this one.
+    """Let a save run to its end on every rank, then raise the error of this one.
 
-    DeepSpeed meets at barriers while it saves: a rank that raises in between (its disk is full) would leave the others
-    waiting there. With a snapshot, the files go there and nothing is written to disk.
+    DeepSpeed's saves contain barriers: a rank that raises an error between them (its disk is full) would leave the
+    others waiting. With a snapshot, the files go there and nothing is written to disk.
     """
     inner, recovery = engine.checkpoint_engine, engine._copy_recovery_script
     errors: list[Exception] = []
@@ -89,7 +89,7 @@ def why_blocking(engine: Any) -> str | None:
 
 
 def saved_classes() -> list[Any]:
-    """Return the classes whose objects DeepSpeed's checkpoints hold beside data."""
+    """Return the classes whose objects DeepSpeed's checkpoints contain in addition to data."""
     from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
     from deepspeed.runtime.zero.config import ZeroStageEnum
     from deepspeed.utils.tensor_fragment import fragment_address
@@ -98,7 +98,7 @@ def saved_classes() -> list[Any]:
 
 
 def load_checkpoint(engine: Any, checkpoint: Path, universal: bool = False) -> dict[str, Any]:
-    """Weights, optimizer and our own state; a checkpoint that does not fit is a UserError."""
+    """Load weights, optimizer states and our own state; raise a UserError if the checkpoint does not fit."""
     before = engine._config.load_universal_checkpoint
     engine._config.load_universal_checkpoint = universal
     try:
@@ -107,7 +107,9 @@ def load_checkpoint(engine: Any, checkpoint: Path, universal: bool = False) -> d
     finally:
         engine._config.load_universal_checkpoint = before
     if path is None:
-        raise UserError(f"{checkpoint} does not hold a checkpoint for this model, ZeRO stage and number of ranks")
+        raise UserError(
+            f"{checkpoint} has no checkpoint for this model, ZeRO stage and number of ranks: run mst reshape on it"
+        )
     return dict(state)
 
 
@@ -166,7 +168,7 @@ def carry_along(engine: Any, follower: Any) -> None:
 
 
 def consolidate_matrices(engine: Any) -> None:
-    """Let DeepSpeed's consolidated 16-bit weights of stage 3 have matrices where parameters store their values."""
+    """Make DeepSpeed's consolidated 16-bit weights of stage 3 contain matrices instead of compact values."""
     inner = engine._zero3_consolidated_16bit_state_dict
     named = engine.module.named_parameters(remove_duplicate=False)
     indexes = {name: index for name, p in named if (index := index_of(p)) is not None}
@@ -209,11 +211,11 @@ def carry_state(
 
 
 def fit_universal_checkpoints(engine: Any) -> None:
-    """Let every layout of ranks load what `mst reshape` writes, and stage 0 write what it can convert.
+    """Make every layout of ranks load what `mst reshape` writes, and stage 0 save checkpoints that it can convert.
 
-    Beyond DeepSpeed's own loading ({"checkpoint": {"load_universal": true}}), which knows nothing of stage 0, of our
-    own tensor parallelism and of pipelines, gives all parameter groups of stage 3 the hyperparameters of the first
-    (decaying norms and biases), and leaves buffers as they are.
+    DeepSpeed's own loading ({"checkpoint": {"load_universal": true}}) does not support stage 0, our tensor parallelism
+    or pipelines; at stage 3 it gives all parameter groups the hyperparameters of the first (so that norms and biases
+    decay), and it does not load buffers.
     """
     stage, load = engine.zero_optimization_stage(), engine.load_checkpoint
     if stage == 0:
@@ -248,7 +250,7 @@ def fit_universal_checkpoints(engine: Any) -> None:
 
 
 def _name_parameters(engine: Any) -> None:
-    """Stage 0 saves optimizer states by number: say whose they are, as torch does for `Optimizer(named_parameters)`."""
+    """Add parameter names to stage 0's optimizer states, as torch does for `Optimizer(named_parameters)`."""
     names = {id(p): name for name, p in engine.module.named_parameters()}
     groups = base_optimizer(engine).param_groups
     parameters = getattr(engine.optimizer, "fp16_groups", None) or [group["params"] for group in groups]
@@ -258,7 +260,7 @@ def _name_parameters(engine: Any) -> None:
 
 @torch.no_grad()
 def _load_universal(engine: Any, folder: Path, buffers: dict[str, torch.Tensor]) -> None:
-    """Load this rank's slices of weights and optimizer states, and what is the same on every rank."""
+    """Load this rank's slices of weights and optimizer states, and the state that is the same on every rank."""
     from mst_scale.zero_shards.universal import STATES  # which reads files through this module's classes
     from mst_scale.zero_shards.weight_files import FP32, states_of
 
@@ -267,8 +269,8 @@ def _load_universal(engine: Any, folder: Path, buffers: dict[str, torch.Tensor])
     groups = common["param_groups"] if "param_groups" in common else common["optimizer_state_dict"]["param_groups"]
     if len(groups) != len(optimizer.param_groups):
         raise UserError(
-            f"{folder} has {len(groups)} parameter groups, this optimizer "
-            f"{len(optimizer.param_groups)}: give it the same groups"
+            f"{folder} has {len(groups)} parameter groups, but this optimizer has "
+            f"{len(optimizer.param_groups)}: use the same groups"
         )
     parameters = {name: p for name, p in named_parameters(engine.module) if p.requires_grad}
     _refuse_other_shapes(folder, {name: shape_of(p) for name, p in parameters.items()}, index[FP32].shapes)
@@ -304,4 +306,6 @@ def _refuse_other_shapes(folder: Path, here: dict[str, tuple[int, ...]], there: 
     for name, shape in here.items():
         flat = (math.prod(shape),)  # as DeepSpeed's own converter leaves what stage 3 has cut
         if there.get(name) not in (tuple(shape), flat):
-            raise UserError(f"{folder}: {name} has shape {there.get(name)} there and {tuple(shape)} in this model")
+            raise UserError(
+                f"{folder}: {name} has shape {there.get(name)} in the checkpoint, but {tuple(shape)} in this model"
+            )

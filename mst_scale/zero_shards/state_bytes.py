@@ -1,6 +1,6 @@
 """Counts the bytes of optimizer states, master weights and gradients that a rank holds, on its device and on the host.
 
-Gradients count as they are when an optimizer step begins: stages 0 to 2 free them in it.
+Gradients are counted at the start of an optimizer step, because stages 0 to 2 free them during the step.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from mst_scale.zero_shards.step import base_optimizer
 
 
 def state_bytes(engine: Any) -> int:
-    """Return the bytes of states, masters and gradients; weights that the forward reads are no masters."""
+    """Return the bytes of states, master weights and gradients, without the weights that the forward pass reads."""
     optimizer, base = engine.optimizer, base_optimizer(engine)
     # ZeRO-3 lends its masters to the base optimizer in turn
     masters = getattr(optimizer, "fp32_partitioned_groups_flat", None)

@@ -1,4 +1,4 @@
-"""DeepSpeed's optimizer step: where it can be hooked, its norm and scale, and what it lacks at stage 0."""
+"""Hooks into DeepSpeed's optimizer step, reads its norm and loss scale, and adds what stage 0 lacks."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def on_cpu() -> bool:
 
 
 def optimized(engine: Any) -> set[int]:
-    """Ids of the model's parameters that are in a group of the optimizer, and of those that have no weights here."""
+    """Return the ids of parameters that are in a group of the optimizer, and of those that have no weights here."""
     optimizer = engine.optimizer
     named = ("bit16_groups", "bf16_groups", "fp16_groups")  # DeepSpeed's wrappers put flat copies into param_groups
     groups = next((getattr(optimizer, name) for name in named if hasattr(optimizer, name)), None)
@@ -52,19 +52,19 @@ def optimized(engine: Any) -> set[int]:
 
 
 def check_optimized(engine: Any, targets: dict[str, torch.nn.Parameter]) -> None:
-    """Every target is in a group of the optimizer: what no update reaches could not follow its mask."""
+    """Check that every target is in a group of the optimizer; without updates, it could not follow its mask."""
     updated = optimized(engine)
     left_out = [name for name, p in targets.items() if id(p) not in updated]
     if left_out:
         raise UserError(
-            f"{left_out[0]} is to become sparse and is in no parameter group of the optimizer ({len(left_out)} of "
-            f"{len(targets)} matrices are in none): give it to model_parameters or to the optimizer, freeze it with "
-            "requires_grad_(False), or name it in mst.targets.exclude"
+            f"{left_out[0]} cannot become sparse, because it is in no parameter group of the optimizer (like "
+            f"{len(left_out)} of {len(targets)} matrices): add it to model_parameters or to the optimizer, freeze it "
+            "with requires_grad_(False), or exclude it with mst.targets.exclude"
         )
 
 
 def has_moments(engine: Any) -> bool:
-    """Whether the optimizer averages gradients as Adam does."""
+    """Return whether the optimizer keeps moving averages of gradients, as Adam does."""
     return all("betas" in group for group in base_optimizer(engine).param_groups)
 
 
@@ -115,7 +115,7 @@ def after_master_update(engine: Any, hook: Callable[[set[int]], None]) -> None:
 
 
 def hold_updates(engine: Any, when: Callable[[], bool]) -> None:
-    """While `when()`, the optimizer finds no gradients: weights, moments and its count of updates stay as they are."""
+    """Hide gradients from the optimizer while `when()`, so that weights, moments and its update count do not change."""
     held: list[tuple[torch.Tensor, torch.Tensor | None]] = []
 
     def take(optimizer: Any, args: Any, kwargs: Any) -> None:
@@ -134,9 +134,9 @@ def hold_updates(engine: Any, when: Callable[[], bool]) -> None:
 
 
 def pipeline_losses(engine: Any, batches: Iterator[Any], count: int) -> list[torch.Tensor]:
-    """Losses of so many micro-batches on the last stage, none on the others. A collective of all stages and replicas.
+    """Return the losses of some micro-batches on the last stage, and none on the others (collective).
 
-    `eval_batch` gives their mean over replicas; it leaves those of this replica in `fwd_outputs`.
+    `eval_batch` returns their mean over replicas; it leaves the losses of this replica in `fwd_outputs`.
     """
     engine.eval_batch(batches, num_micro_batches=count)
     engine.module.train()
@@ -144,7 +144,7 @@ def pipeline_losses(engine: Any, batches: Iterator[Any], count: int) -> list[tor
 
 
 class NamedCollectives:
-    """DeepSpeed's collectives under a name of ours, so that its comms_logger tells them from its own."""
+    """DeepSpeed's collectives under a separate name, by which its comms_logger distinguishes them."""
 
     def __init__(self, name: str):
         self.all_reduce = functools.partial(ds_comm.all_reduce, log_name=f"{name}_all_reduce")
@@ -153,7 +153,7 @@ class NamedCollectives:
 
 
 def place_scheduler(engine: Any, state: dict[str, Any]) -> None:
-    """Put the engine's scheduler where a saved one stood, and its rates into the optimizer's groups, where they lie."""
+    """Restore the position of the engine's scheduler, and write its learning rates into the optimizer's groups."""
     scheduler = engine.lr_scheduler
     scheduler.load_state_dict(state)
     if hasattr(scheduler, "last_batch_iteration"):  # DeepSpeed's own, which keep only this
@@ -167,7 +167,7 @@ def place_scheduler(engine: Any, state: dict[str, Any]) -> None:
 
 
 def grad_norm(engine: Any) -> float | None:
-    """Norm of the last update's gradient, before clipping; None where DeepSpeed does not compute one."""
+    """Return the norm of the last update's gradient before clipping; None if DeepSpeed does not compute one."""
     norm = engine.get_global_grad_norm()
     return None if norm is None else float(norm) / _norm_scale(engine)
 
@@ -190,7 +190,7 @@ def loss_scale(engine: Any) -> float:
 
 
 def _norm_scale(engine: Any) -> float:
-    """One of DeepSpeed's optimizers reports the norm of the gradient as it is scaled; the others divide first."""
+    """Return the loss scale if the optimizer reports the norm of the scaled gradient; the others divide by it first."""
     return loss_scale(engine) if type(engine.optimizer).__name__ == "FP16_UnfusedOptimizer" else 1.0
 
 
@@ -198,12 +198,12 @@ def _norm_scale(engine: Any) -> float:
 
 
 def steps_plainly(engine: Any, _: Any = None) -> bool:
-    """Whether DeepSpeed calls the client's optimizer itself: stage 0 in fp32."""
+    """Return whether DeepSpeed calls the client's optimizer directly: at stage 0 in fp32."""
     return base_optimizer(engine) is engine.optimizer
 
 
 def guard_plain_step(engine: Any) -> None:
-    """Stage 0 in fp32: DeepSpeed calls the client's optimizer itself. Give that step what its own optimizers have.
+    """At stage 0 in fp32, where DeepSpeed calls the client's optimizer directly, add what its own optimizers do.
 
     The norm is recorded and the same on every rank (gradients are replicated, and slices and stages are added up), and
     an update with a gradient that is not finite is skipped and reported as overflow.
@@ -252,9 +252,9 @@ def norm_in_float64(engine: Any) -> None:
 
 
 def _over_the_model(parameters: list[Any], engine: Any) -> float:
-    """Norm of the whole model's gradient, of which a rank may hold some slices and some layers.
+    """Return the norm of the whole model's gradient, of which a rank may hold only some slices and layers.
 
-    What slices and stages have in common counts once: on the first slice, and on the stage that DeepSpeed names.
+    Parameters that slices or stages share count once: on the first slice, and on the stage that DeepSpeed names.
     """
     mpu = engine.mpu
     if not hasattr(mpu, "get_tensor_model_parallel_rank"):  # none, or one that knows of sequences alone
@@ -269,15 +269,15 @@ def _over_the_model(parameters: list[Any], engine: Any) -> float:
 
 
 def scales_plainly(engine: Any, _: Any = None) -> bool:
-    """Whether a loss scale is at work without ZeRO."""
+    """Return whether a loss scale is used without ZeRO."""
     return engine.fp16_enabled() and not engine.zero_optimization()
 
 
 def scale_plain_loss(engine: Any) -> None:
-    """Stage 0 in fp16: DeepSpeed 0.19.8 divides gradients by the loss scale without having multiplied the loss by it.
+    """Multiply the loss by the loss scale at stage 0 in fp16, where DeepSpeed 0.19.8 only divides the gradients by it.
 
-    Small gradients would underflow, the norm and its clipping would be off by the scale. What goes into backward is
-    multiplied here, unless it is already: a later version may do so itself.
+    Without this, small gradients would underflow, and the norm and its clipping would be off by the scale. A loss that
+    is already scaled, as a later version may do, is left as it is.
     """
     inner = engine.backward
 
@@ -295,9 +295,9 @@ SCATTER = "_DeepSpeedZeroOptimizer_Stage3__avg_scatter_grads"
 
 
 def averages_parts(engine: Any, _: Any = None) -> bool:
-    """Whether stage 3 would average the gradients of the parts of one sequence.
+    """Return whether stage 3 would average the gradients of the parts of one sequence, which must be summed.
 
-    Not under the mpu of UlyssesSPAttentionHF: the loss that goes with it has a gradient so many times too large.
+    Under the mpu of UlyssesSPAttentionHF averaging is right: the gradient of its loss is larger by the number of parts.
     """
     theirs = hasattr(engine.mpu, "initialize_sequence_parallel")
     return engine.zero_optimization_stage() == 3 and engine.sequence_parallel_size > 1 and not theirs
@@ -313,7 +313,7 @@ def passes_of_a_step(engine: Any) -> int:
 
 
 def add_up_parts(engine: Any) -> None:
-    """Stage 3: DeepSpeed 0.19.8 scatters gradients averaged over all ranks. Those of one sequence's parts add up."""
+    """Sum the gradients of a sequence's parts at stage 3, where DeepSpeed 0.19.8 averages over all ranks."""
     inner, parts = getattr(engine.optimizer, SCATTER), engine.sequence_parallel_size
 
     def scatter(*args: Any) -> list[torch.Tensor]:
@@ -326,7 +326,7 @@ NORM_PIECE = 1 << 16  # values whose squares are added in float32, as torch does
 
 
 def total_norm(gradients: list[torch.Tensor], dtype: torch.dtype | None = None) -> float:
-    """L2 norm over all tensors: float32 (or `dtype`) within pieces, float64 over them (which would cost 3 times)."""
+    """Return the L2 norm over all tensors: float32 (or `dtype`) within pieces, and float64 only over the pieces."""
     pieces = [piece for g in gradients for piece in g.detach().reshape(-1).split(NORM_PIECE) if piece.numel()]
     if not pieces:
         return 0.0

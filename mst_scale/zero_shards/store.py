@@ -1,4 +1,4 @@
-"""Chooses the store of an engine's parameters: where their weights, gradients and optimizer states lie on this rank."""
+"""Chooses the store of an engine's parameters, which holds this rank's weights, gradients and optimizer states."""
 
 from __future__ import annotations
 

@@ -18,22 +18,23 @@ from mst_scale.zero_shards.step import base_optimizer
 
 
 def check_arguments(model: nn.Module, *more: Any, **others: Any) -> None:
-    """Refuse what of `deepspeed.initialize`'s arguments, from the fifth on, masks cannot follow."""
+    """Reject arguments of `deepspeed.initialize`, from the fifth on, that masks do not support."""
     given = inspect.signature(deepspeed.initialize).bind(None, model, None, None, *more, **others).arguments
     if given.get("mesh_param") is not None:
         raise UserError(
-            "mesh_param does not go with sparse training: DeepSpeed would leave the gradients of one sequence's ranks "
-            "unreduced: give mpu=mst_scale.comm.Mesh(ParallelDims(sequence=…)) in its place, or train with method dense"
+            "mesh_param does not work with sparse training, because DeepSpeed would not reduce the gradients of the "
+            "ranks that share a sequence: pass mpu=mst_scale.comm.Mesh(ParallelDims(sequence=…)) instead, or train "
+            "with method dense"
         )
     if given.get("mpu") is not None:
         _check_mpu(given["mpu"])
 
 
 def check_engine(engine: Any) -> None:
-    """Refuse what DeepSpeed has built other than masks know.
+    """Reject an engine with features that masks do not support.
 
-    What the config of a sparse run says is refused before (config/support). This looks at the engine itself: at what
-    became of "auto" and of arguments, and at dense runs that take their weights from a checkpoint.
+    `config.support` has already checked the config of a sparse run. This checks the engine itself: the values that
+    replaced "auto", arguments that are not in the config, and dense runs that load a checkpoint.
     """
     kind = type(engine.optimizer).__name__
     if kind == "BF16_Optimizer":
@@ -48,10 +49,10 @@ def check_engine(engine: Any) -> None:
         "compile.deepcompile": bool(engine._config.compile_config.deepcompile),
         "zero_optimization.mics_shard_size": getattr(zero, "mics_shard_size", -1) > 0,
         "zero_optimization.zero_hpz_partition_size": zero.zero_hpz_partition_size > 1,
-        # DeepSpeed reduces gradients over data_parallel_size alone, so ranks of one sequence would part
+        # DeepSpeed reduces gradients only over data_parallel_size, so ranks of one sequence would diverge
         "sequence_parallel_size": engine.sequence_parallel_size > 1 and not _names_same_weights(engine.mpu),
         "a model-parallel unit (mpu)": not _known(engine),
-        "Muon in layers or models cut over ranks": is_cut_up(engine) and uses_muon(engine),
+        "Muon in layers or models split over ranks": is_cut_up(engine) and uses_muon(engine),
         "mixture-of-experts layers": bool(engine.has_moe_layers),
         "torch_autocast": bool(engine.torch_autocast_enabled()),
         "per_head_muon": any(getattr(p, "muon_num_heads", None) for p in engine.module.parameters()),
@@ -62,25 +63,28 @@ def check_engine(engine: Any) -> None:
     ours = isinstance(engine.mpu, Mesh) and engine.mpu.sizes.tensor > 1 and stage_count(engine) == 1
     if ours and not any(map(is_cut, engine.module.parameters())):
         raise UserError(
-            f"the mesh cuts layers over {engine.mpu.sizes.tensor} ranks, and {type(engine.module).__name__} has none "
-            "that is cut: build it with TensorGroup.of(mesh), or make the mesh without tensor"
+            f"the mesh splits layers over {engine.mpu.sizes.tensor} ranks, but no layer of "
+            f"{type(engine.module).__name__} is split: build it with TensorGroup.of(mesh), or leave tensor out of the "
+            "mesh"
         )
     if engine.bfloat16_enabled() and stage in (1, 2) and not engine._config.bfloat16_config.check_grad_overflow:
-        raise UserError("bf16.check_grad_overflow = false would let bad gradients choose the topology: set it to true")
+        raise UserError(
+            "bf16.check_grad_overflow = false would let non-finite gradients change the masks: set it to true"
+        )
     if stage in (1, 2) and not zero.compute_grad_norm and not (engine.bfloat16_enabled() or engine.fp16_enabled()):
         raise UserError(
-            "zero_optimization.compute_grad_norm = false in fp32 would let bad gradients choose the topology: set it "
-            "to true"
+            "zero_optimization.compute_grad_norm = false in fp32 would let non-finite gradients change the masks: set "
+            "it to true"
         )
     if engine.zero_optimization() and engine.zero_round_robin_gradients():
         raise UserError(
-            "zero_optimization.round_robin_gradients reorders shards so that masks cannot follow: set it to false"
+            "zero_optimization.round_robin_gradients reorders shards, but not those of the masks: set it to false"
         )
     offload = engine.zero_offload_optimizer() if engine.zero_optimization() else None
     if _on_nvme(offload):
-        raise UserError("masks cannot follow optimizer states to NVMe: set offload_optimizer.device to cpu")
+        raise UserError("masks do not support optimizer states on NVMe: set offload_optimizer.device to cpu")
     if _on_nvme(zero.offload_param):
-        raise UserError("masks cannot follow weights to NVMe: set offload_param.device to cpu")
+        raise UserError("masks do not support weights on NVMe: set offload_param.device to cpu")
     if offload is not None and getattr(offload, "super_offload", False) and stage == 3:
         raise UserError(
             "offload_optimizer.super_offload hands gradients to another process before they can be masked: set it to "
@@ -91,19 +95,19 @@ def check_engine(engine: Any) -> None:
 
 
 def _check_mpu(mpu: Any) -> None:
-    cure = "give mst_scale.comm.Mesh, or train with method dense"
+    fix = "pass mst_scale.comm.Mesh, or train with method dense"
     if not _names_same_weights(mpu):
         raise UserError(
-            "this mpu does not go with sparse training: it has no get_sequence_data_parallel_group, which names the "
-            f"ranks that hold the same weights: {cure}"
+            "this mpu does not work with sparse training: it has no get_sequence_data_parallel_group, which returns "
+            f"the ranks that hold the same weights: {fix}"
         )
     data = getattr(mpu, "get_data_parallel_group", None)
     same = mpu.get_sequence_data_parallel_group()
     if data is not None and dist.get_process_group_ranks(data()) != dist.get_process_group_ranks(same):
         raise UserError(
-            "this mpu does not go with sparse training: its get_data_parallel_group, by which DeepSpeed cuts weights "
-            "at stage 3 and names the files of checkpoints, must be the ranks of get_sequence_data_parallel_group: "
-            f"{cure}"
+            "this mpu does not work with sparse training: its get_data_parallel_group, over which DeepSpeed partitions "
+            "weights at stage 3 and names checkpoint files, must have the ranks of get_sequence_data_parallel_group: "
+            f"{fix}"
         )
 
 
@@ -112,13 +116,13 @@ def _names_same_weights(mpu: Any) -> bool:
 
 
 def _known(engine: Any) -> bool:
-    """Whether we know which ranks hold the same weights: from our mesh or one like it, from AutoTP, from a pipeline."""
+    """Whether it is known which ranks hold the same weights: from our mesh or a similar one, AutoTP or a pipeline."""
     made_here = engine.autotp_size() > 1 or stage_count(engine) > 1 or isinstance(engine.module, PipelineModule)
     return engine.mpu is None or made_here or _names_same_weights(engine.mpu)
 
 
 def uses_muon(engine: Any) -> bool:
-    """Newton-Schulz wants a matrix whole."""
+    """Return whether the engine uses Muon, whose Newton-Schulz iteration needs whole matrices."""
     return any("use_muon" in group for group in base_optimizer(engine).param_groups)
 
 

@@ -5,7 +5,7 @@
     mp_rank_00_model_states.pt                                       what else a checkpoint holds
 
 Read through `weight_files`, from any ZeRO stage, number of ranks, tensor slices and pipeline stages; DeepSpeed's own
-loader takes the result too. Buffers, which that one leaves at their initial values, are kept for ours to put back.
+loader reads the result, too. Buffers are kept for our loader; DeepSpeed's leaves them at their initial values.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from mst_scale.zero_shards.weight_files import FP32, base_state, maps_kept, mode
 
 WORKERS = 4  # parameters that are read and written at once; each is in memory whole
 STATES = (FP32, "exp_avg", "exp_avg_sq")
-WARM = "mst_scale.warm_start(engine, CHECKPOINT) takes its weights and masks, with a fresh optimizer"
+WARM = "use mst_scale.warm_start(engine, CHECKPOINT), which loads weights and masks but no optimizer states"
 GLOBAL = ("loss_scaler", "dynamic_loss_scale", "overflow", "clip_grad")  # what an optimizer keeps beside its groups
 
 
 def convert(source: Path, draft: Path) -> int:
-    """Weights and optimizer of `source` into the universal layout, fit for every layout of ranks. Returns its step."""
+    """Convert weights and optimizer of `source` to the universal layout, for every layout of ranks; return its step."""
     files = [some[0] for some in model_files(source)]
     states = [opened(path) for path in files]
     common = _common_state(source, states[0])
@@ -63,7 +63,7 @@ def convert(source: Path, draft: Path) -> int:
 
 
 def _common_state(source: Path, state: dict[str, Any]) -> dict[str, Any]:
-    """Parameter groups, step and loss scale, and whether ZeRO has cut what is saved."""
+    """Return parameter groups, step and loss scale, and whether ZeRO has partitioned the saved states."""
     shards = sorted(source.glob("*_optim_states.pt"))
     if shards:
         optimizer = opened(shards[0])["optimizer_state_dict"]
@@ -89,7 +89,7 @@ def _optimized(
         names = {name: entry["name"] for name, entry in state.get(LAYOUT, {}).items()}
         for group in base_state(state["optimizer"])["param_groups"]:
             if "param_names" not in group:
-                raise UserError(f"{source} does not say which optimizer state is whose: save it again")
+                raise UserError(f"{source} does not say which parameter each optimizer state belongs to: save it again")
             own = [names.get(name, name) for name in group["param_names"]]
             found |= {name: shapes[name] for name in own}
     return found
@@ -99,7 +99,9 @@ def _refuse_paths(source: Path, names: Iterable[str]) -> None:
     """Reject parameter names, which become names of folders, that would lead out of the copy's folder."""
     for name in names:
         if name in ("", ".", "..") or "/" in name or "\0" in name:
-            raise UserError(f"{source} has a parameter {name!r}, whose name is a path: it is not converted")
+            raise UserError(
+                f"{source} has a parameter {name!r}, whose name is a path, so it cannot be converted: rename it"
+            )
 
 
 def _refuse_untrained(source: Path, states: list[dict[str, Any]]) -> None:
@@ -124,7 +126,7 @@ def _refuse_untrained(source: Path, states: list[dict[str, Any]]) -> None:
 
 
 def _not_adam(source: Path) -> ValueError:
-    what = "mst reshape knows the optimizer states of Adam and its like, and these are others"
+    what = "mst reshape supports the optimizer states of Adam and similar optimizers, and these are different"
     return UserError(f"{source}: {what}; {WARM}")
 
 

@@ -1,4 +1,4 @@
-"""Refuses versions of DeepSpeed and torch whose insides are not the ones we know."""
+"""Rejects versions of DeepSpeed and torch that are not supported, because this package relies on their internals."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An index of what a checkpoint holds on disk, whichever layout of ranks and ZeRO stage have saved it.
+"""Indexes the weights that a checkpoint has on disk, whichever layout of ranks and ZeRO stage saved it.
 
     stage 0            whole, in the model's file, or those of a pipeline's layers; under bf16 and fp16 fp32 masters,
                        in the optimizer's state
@@ -6,8 +6,9 @@
     stage 3            each parameter is cut evenly over the ranks' files
     universal          a file for each parameter
 
-Optimizer states lie as the fp32 weights do. Under tensor and pipeline parallelism there is such a set of files for each
-slice and stage (`mp_rank_…`), and each says which rows and columns of which parameter it holds (`LAYOUT`).
+Optimizer states have the same layout as the fp32 weights. Under tensor and pipeline parallelism there is such a set of
+files for each slice and stage (`mp_rank_…`), and each says which rows and columns of which parameter it holds
+(`LAYOUT`).
 
 `weights_of` turns each of these into one index: for every parameter of the logical model the `Part`s that make it up.
 Reading one maps its files anew and lets them go, so that no more than what was asked for stays in memory.
@@ -94,7 +95,9 @@ class Weights:
                 missing -= _copy(values, shard, flat, part)
                 del flat  # and with it the map of the file
         if missing:
-            raise Damaged(f"{missing} of {shard.length} values of {shard.name} are in no file: a rank's file is gone")
+            raise Damaged(
+                f"{missing} of {shard.length} values of {shard.name} are in no file: the file of a rank is missing"
+            )
         return values
 
     def spans(self, name: str, first: int, numel: int, step: int) -> Iterator[torch.Tensor]:
@@ -104,7 +107,7 @@ class Weights:
 
 
 def _copy(values: torch.Tensor, shard: Shard, flat: torch.Tensor, part: Part) -> int:
-    """Put what a file has of a shard into its place; how much it was. No two parts hold the same value."""
+    """Copy a file's part of a shard to its place; return how many values. No two parts hold the same value."""
     wanted, found = shard.in_a_row, part.shard.in_a_row
     if wanted is not None and found is not None:
         first, last = max(wanted, found), min(wanted + shard.length, found + part.shard.length)
@@ -119,12 +122,12 @@ def _copy(values: torch.Tensor, shard: Shard, flat: torch.Tensor, part: Part) ->
 
 
 def weights_of(checkpoint: Path) -> Weights:
-    """Return the index of a checkpoint's weights; any layout of ranks and any ZeRO stage may have saved it."""
+    """Return the index of a checkpoint's weights, whichever layout of ranks and ZeRO stage saved it."""
     return states_of(checkpoint, (FP32,))[FP32]
 
 
 def states_of(checkpoint: Path, keys: Iterable[str]) -> dict[str, Weights]:
-    """Return the indexes of several things that lie as the weights do: `FP32`, and optimizer states by their key."""
+    """Return the indexes of tensors with the layout of the weights: `FP32`, and optimizer states by their key."""
     if (checkpoint / "zero").is_dir():
         return {key: _universal(checkpoint, key) for key in keys}
     found: dict[str, Weights] = {key: Weights({}, {}) for key in keys}
@@ -146,7 +149,7 @@ def states_of(checkpoint: Path, keys: Iterable[str]) -> dict[str, Weights]:
             if name in weights.shapes:
                 if weights.shapes[name] != (index.stored,):
                     raise Damaged(
-                        f"{checkpoint}: {name} stores {weights.shapes[name]} values, and its index says {index.stored}"
+                        f"{checkpoint}: {name} stores {weights.shapes[name]} values, but its index says {index.stored}"
                     )
                 weights.compact[name], weights.shapes[name] = index, index.shape
     return found
@@ -156,7 +159,7 @@ def model_files(checkpoint: Path) -> list[list[Path]]:
     """Return the model's files, grouped by slice and stage; at stage 3, one of every rank."""
     files = sorted(checkpoint.glob("*mp_rank_*_model_states.pt"), key=lambda path: (_model_rank(path), _rank_of(path)))
     if not files:
-        raise UserError(f"{checkpoint} holds no *_model_states.pt: it is not a checkpoint of DeepSpeed")
+        raise UserError(f"{checkpoint} has no *_model_states.pt: it is not a DeepSpeed checkpoint")
     return [list(some) for _, some in groupby(files, key=_model_rank)]
 
 
@@ -166,9 +169,9 @@ def _model_rank(path: Path) -> int:
 
 
 def untrained_of(checkpoint: Path) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-    """Return what a checkpoint's first file holds beside weights, and frozen parameters and buffers by name.
+    """Return the other contents of a checkpoint's first file, and frozen parameters and buffers by name.
 
-    Stage 3 cuts frozen parameters evenly over the ranks' files.
+    Stage 3 divides frozen parameters evenly among the ranks' files.
     """
     files = model_files(checkpoint)[0]
     state = opened(files[0])
@@ -239,7 +242,7 @@ def _sharded(files: list[Path], state: State, key: str, layout: Layout | None) -
     ranks = optimizer["partition_count"]
     ranks = max(ranks) if isinstance(ranks, list) else ranks
     if ranks != len(files):
-        raise UserError(f"{files[0].parent} holds the weights of {len(files)} ranks, and {ranks} have saved it")
+        raise UserError(f"{files[0].parent} has the weights of {len(files)} ranks, but {ranks} saved it: copy it again")
     groups = [
         {name: _told(name, tuple(shape), layout) for name, shape in group.items()} for group in state["param_shapes"]
     ]
@@ -285,7 +288,9 @@ def _cut_parameters(files: list[Path], groups: Groups, optimizer: State, key: st
         if offset == sizes[vector]:  # no parameter lies in two vectors
             vector, offset = vector + 1, 0
         if offset + share > sizes[vector]:
-            raise UserError(f"{files[0]}: {name} does not fit where it should lie; DeepSpeed's layout has changed")
+            raise UserError(
+                f"{files[0]}: {name} exceeds its vector of weights: it was saved by an unsupported version of DeepSpeed"
+            )
         find = partial(_flat_group, key, vector)
         shards = [Shard(name, cut, a, min(share, numel - a)) for a in range(0, numel, max(share, 1))]
         parts[name] = [Part(shard, path, find, offset) for shard, path in zip(shards, files, strict=False)]
@@ -298,7 +303,7 @@ def _cut_parameters(files: list[Path], groups: Groups, optimizer: State, key: st
 
 @dataclass(frozen=True)
 class Held:
-    """A tensor of the module: in which file it lies, and how it is found there."""
+    """A tensor of the module: the file that contains it, and how to find it there."""
 
     path: Path
     find: Callable[[State], torch.Tensor]
@@ -334,10 +339,10 @@ def _held(path: Path, state: State, layout: Layout | None) -> dict[str, Held]:
         names = [name for name in state["module"] if name not in (state.get("buffer_names") or [])]
         return {name: Held(path, partial(_of_module, name)) for name in names}
     if layout is None:
-        raise UserError(f"{path} holds no weights, and does not say of which layers they are: save it again")
+        raise UserError(f"{path} has no weights and does not say which layers they belong to: save it again")
     slices = {int(found[1]) for other in path.parent.iterdir() if (found := LAYER_FILE.search(other.name))}
     if not slices:
-        raise Damaged(f"{path.parent} holds none of its layers' files (layer_*-model_states.pt): they are gone")
+        raise Damaged(f"{path.parent} has none of its layer files (layer_*-model_states.pt): copy it again")
     held = {}
     for name in layout.table:
         layer, own = layout.layer(name)

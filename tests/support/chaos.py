@@ -1,21 +1,32 @@
-"""Kills, stops and starts a run at random, and checks that it ends as if nothing had happened.
+"""Strikes a run with faults at random moments, and checks that it ends as if nothing had happened.
 
-    python -m tests.support.chaos --faults 20 --seed 1 --out benchmarks/results/chaos.md
-    python -m tests.support.chaos --cases 4:1:tensor=2 --out more.md      # 2 ranks share a layer, 2 the batch
+    python -m tests.support.chaos --faults 20 --rounds 5 --seed 1 --out benchmarks/results/chaos.md
 
-Each fault strikes at a random moment: a rank, or all, killed (SIGKILL); a rank frozen for a while (SIGSTOP, SIGCONT);
-a rank asked to stop (SIGTERM or SIGUSR1); a kill while a checkpoint is being written; the newest checkpoint damaged
-while the run is down. After each one that ends the run it is started again. On the CPU, in float32, with the same
-number of ranks, the final weights, optimizer states, masks and logged rows must be equal bit for bit.
+Each fault strikes at a random moment; checkpoints are written in the background:
+
+    kill a rank, kill all, kill during a save     SIGKILL
+    freeze a rank                                 SIGSTOP, and SIGCONT after a while
+    slow a rank                                   the same many times in a row
+    ask to stop                                   SIGTERM or SIGUSR1
+    slow disk, full disk                          for the processes that write checkpoints, over more than one save
+    clock jumps                                   time.time() of a rank, by up to a day in either direction
+    damage the newest                             one bit of a file of the newest checkpoint, after all are killed
+    damage run.json, tear the metrics             half of run.json, half a line in metrics.jsonl, after all are killed
+
+After each one that ends the run it is started again. On the CPU, in float32, with the same number of ranks, the final
+weights, optimizer states, masks and logged rows must be equal bit for bit. Results are added to FILE.jsonl next to the
+page; the same command continues from there.
 """
 
 from __future__ import annotations
 
 import argparse
 import functools
+import json
 import os
 import random
 import signal
+import struct
 import tempfile
 import time
 from collections import Counter
@@ -24,14 +35,21 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from mst_scale.benchmarks.goodput_parts import disk
 
 from mst_scale.comm import ParallelDims
 from mst_scale.config.parallel import KEYS
 from tests.support import forked, tiny_run
 
 SAVE_EVERY = 7
-CASES = "2:1,3:2,2:3,4:1,4:1:tensor=2,4:1:pipeline=2"
-FAULTS = ("kill a rank", "kill all", "kill during a save", "freeze a rank", "ask to stop", "damage the newest")
+CASES = "2:1,3:2,2:3,4:1,2:2:method=dense,4:1:tensor=2,4:1:pipeline=2"
+DISKS = ("slow disk", "full disk")
+AFTER_A_KILL = ("damage the newest", "damage run.json", "tear the metrics")
+FAULTS = (
+    "kill a rank", "kill all", "kill during a save", "freeze a rank", "slow a rank", "ask to stop", *DISKS,
+    "clock jumps", *AFTER_A_KILL,
+)  # fmt: skip
+RATE = 100_000.0  # bytes per second of a slow disk
 TIMES = ("seconds", "tokens_per_s", "step_ms", "save_s", "peak_memory_bytes", "state_bytes", "comm_bytes")
 MST = {
     "method": "mst",
@@ -58,6 +76,7 @@ class Case:
     faults: int
     seed: int
     sizes: ParallelDims = field(default_factory=ParallelDims)
+    method: str = "mst"
 
     @property
     def steps(self) -> int:
@@ -69,19 +88,29 @@ class Case:
         return self.steps - SAVE_EVERY
 
     @property
+    def planned(self) -> list[str]:
+        """The kinds of faults, in the order in which they strike: all kinds once before one comes again."""
+        chance, kinds = random.Random(self.seed), []
+        while len(kinds) < self.faults:
+            kinds += chance.sample(FAULTS, len(FAULTS))
+        return kinds[: self.faults]
+
+    @property
     def cut(self) -> str:
         return self.sizes.describe() if self.sizes.model > 1 else ""
 
     def __str__(self) -> str:
-        return f"{self.world} ranks{self.cut and f' ({self.cut})'}, stage {self.stage}, {self.faults} faults"
+        cut = self.cut and f" ({self.cut})"
+        return f"{self.world} ranks{cut}, stage {self.stage}, {self.method}, {self.faults} faults"
 
 
 def arguments(folder: Path, case: Case) -> list[str]:
     """Slowed down a little by evaluations, so that faults find different moments."""
     training = {"steps": case.steps, "save_every": SAVE_EVERY, "eval_every": 5, "eval_sequences": 8, "log_every": 1}
     optimizer = {"type": "AdamW", "params": {"lr": 1e-2, "betas": [0.9, 0.95], "torch_adam": True}}
+    mst = MST if case.method == "mst" else {"method": case.method}
     config = tiny_run.config(
-        folder, training=training, optimizer=optimizer, mst=MST, zero_optimization={"stage": case.stage},
+        folder, training=training, optimizer=optimizer, mst=mst, zero_optimization={"stage": case.stage},
         train_batch_size=4 * case.world, model={"n_layer": case.sizes.pipeline},
     )  # fmt: skip
     cut = [f"--set={KEYS[what]}={size}" for what, size in asdict(case.sizes).items() if size > 1]
@@ -99,13 +128,16 @@ def disturbed(folder: Path, case: Case) -> Story:
     """Until the faults are used up, then to the end."""
     folder.mkdir(parents=True, exist_ok=True)
     chance, story = random.Random(case.seed), Story()
-    argv, out, held = arguments(folder, case), folder / "out", folder / "held"
+    argv, out, held, control = arguments(folder, case), folder / "out", folder / "held", folder / "control"
+    control.mkdir()
+    set_clock(control, 0.0)
+    # the processes that write checkpoints are started with this library; ranks are forked, without it
+    faulty = disk.environment(out / "checkpoints", control, RATE)
+    before = functools.partial(prepare, case.held_at, str(held), str(control))
     while True:
         story.starts += 1
         held.touch()
-        processes = forked.start(
-            case.world, argv, folder / "logs", functools.partial(forked.hold, case.held_at, str(held))
-        )
+        processes = forked.start(case.world, argv, folder / "logs", before, **faulty)
         while len(story.faults) < case.faults and strike(chance, processes, out, case, story):
             pass
         held.unlink()
@@ -121,12 +153,30 @@ def disturbed(folder: Path, case: Case) -> Story:
         assert story.starts <= case.faults + 1, said(folder)
 
 
+def prepare(step: int, held: str, control: str) -> None:
+    """In each rank before it starts: hold it at a step, and let its clock follow a file."""
+    forked.hold(step, held)
+    real = time.time
+
+    def jumping() -> float:
+        with open(f"{control}/clock", "rb") as file:
+            return float(real() + struct.unpack("d", file.read(8))[0])
+
+    time.time = jumping
+
+
+def set_clock(control: Path, seconds: float) -> None:
+    draft = control / "clock.new"
+    draft.write_bytes(struct.pack("d", seconds))
+    os.replace(draft, control / "clock")
+
+
 def strike(chance: random.Random, processes: list[Any], out: Path, case: Case, story: Story) -> bool:
     """One fault, at a random moment; whether the run lives on."""
-    fault, rank = chance.choice(FAULTS), chance.randrange(len(processes))
+    fault, rank = case.planned[len(story.faults)], chance.randrange(len(processes))
     here, steps, delay = steps_done(out), chance.randrange(1, 5), chance.uniform(0.0, 0.15)
-    if case.held_at - here < 2 * SAVE_EVERY:  # at once: it is held soon
-        fault = "kill all"
+    if case.held_at - here < 2 * SAVE_EVERY + 2:  # at once: it is held soon
+        fault = fault if fault in AFTER_A_KILL else "kill all"
     elif fault == "kill during a save":
         delay = chance.uniform(0.0, 0.01)
         wait_for(lambda: steps_done(out) > here, processes)  # it has swept what earlier kills left behind
@@ -136,27 +186,52 @@ def strike(chance: random.Random, processes: list[Any], out: Path, case: Case, s
     time.sleep(delay)
     assert any(process.exitcode is None for process in processes), "it has ended by itself"
     story.faults.append(f"{fault} (rank {rank}, step {steps_done(out)})")
-    if fault == "freeze a rank":
-        send(processes[rank], signal.SIGSTOP)
-        time.sleep(chance.uniform(0.1, 1.0))
-        send(processes[rank], signal.SIGCONT)
+    control = out.parent / "control"
+    if fault in ("freeze a rank", "slow a rank"):
+        pause, times = (chance.uniform(0.1, 1.0), 1) if fault == "freeze a rank" else (0.02, 30)
+        for _ in range(times):
+            send(processes[rank], signal.SIGSTOP)
+            time.sleep(pause)
+            send(processes[rank], signal.SIGCONT)
+            time.sleep(0.01)
+        return True
+    if fault in DISKS:
+        until = steps_done(out) + SAVE_EVERY + 1
+        (control / fault.split()[0]).touch()
+        wait_for(lambda: steps_done(out) >= until, processes)
+        (control / fault.split()[0]).unlink()
+        return True
+    if fault == "clock jumps":
+        set_clock(control, chance.uniform(-86_400, 86_400))
         return True
     if fault == "ask to stop":
         send(processes[rank], chance.choice((signal.SIGTERM, signal.SIGUSR1)))
         return False
-    victims = processes if fault in ("kill all", "damage the newest") else [processes[rank]]
+    everyone = fault == "kill all" or fault in AFTER_A_KILL
+    victims = processes if everyone else [processes[rank]]
     for victim in victims:
         send(victim, signal.SIGKILL)
-    if fault == "damage the newest":
+    if fault in AFTER_A_KILL:
         for victim in victims:
             victim.join()
-        damage(chance, out)
+        damage(fault, chance, out)
     return False
 
 
-def damage(chance: random.Random, out: Path) -> None:
+def damage(fault: str, chance: random.Random, out: Path) -> None:
+    """Damage a file of a run that is down."""
+    if fault == "damage run.json":
+        os.truncate(out / "run.json", (out / "run.json").stat().st_size // 2)
+    elif fault == "tear the metrics":
+        with (out / "metrics.jsonl").open("ab") as file:
+            file.write(b'{"step": 1, "lo')
+    else:
+        flip_a_bit(chance, out)
+
+
+def flip_a_bit(chance: random.Random, out: Path) -> None:
     """Flip a bit of a file of the newest checkpoint, if another one is left."""
-    found = sorted(path for path in (out / "checkpoints").glob("step*") if not path.name.endswith(".partial"))
+    found = sorted(path for path in (out / "checkpoints").glob("step*") if path.suffix not in (".partial", ".aside"))
     if len(found) < 2:
         return
     victim = chance.choice(sorted(path for path in found[-1].rglob("*") if path.is_file() and path.stat().st_size))
@@ -182,8 +257,8 @@ def steps_done(out: Path) -> int:
     return path.read_bytes().count(b"\n") if path.exists() else 0
 
 
-def said(folder: Path) -> str:
-    return "\n".join(path.read_text()[-2000:] for path in sorted((folder / "logs").glob("rank*")))
+def said(folder: Path, characters: int = 2000) -> str:
+    return "\n".join(path.read_text()[-characters:] for path in sorted((folder / "logs").glob("rank*")))
 
 
 def differences(one: Path, other: Path) -> list[str]:
@@ -216,57 +291,88 @@ def tensors(out: Path) -> dict[str, torch.Tensor]:
 
 
 def case_of(words: str, faults: int, seed: int) -> Case:
-    """`ranks:ZeRO stage`, and what is cut: `4:1:tensor=2`, `8:1:tensor=2:pipeline=2`."""
-    world, stage, *cuts = words.split(":")
-    sizes = {what: int(size) for what, size in (cut.split("=") for cut in cuts)}
-    return Case(int(world), int(stage), faults, seed + int(world), ParallelDims(**sizes))
+    """`ranks:ZeRO stage`, the method, what is cut: `2:2:method=dense`, `4:1:tensor=2`, `8:1:tensor=2:pipeline=2`."""
+    world, stage, *more = words.split(":")
+    named = dict(each.split("=") for each in more)
+    method = named.pop("method", "mst")
+    sizes = ParallelDims(**{what: int(size) for what, size in named.items()})
+    return Case(int(world), int(stage), faults, seed + int(world), sizes, method)
 
 
-def as_a_row(case: Case) -> str:
-    """Both runs of a case, as a line of the table."""
+def outcome(case: Case) -> dict[str, Any]:
+    """Both runs of a case, as a line of the book."""
     with tempfile.TemporaryDirectory() as folder:
         one = undisturbed(Path(folder, "peace"), case)
         story = disturbed(Path(folder, "chaos"), case)
         apart = differences(one, Path(folder, "chaos", "out"))
     kinds = Counter(fault.split(" (")[0] for fault in story.faults)
-    cells = [
-        case.world, case.cut or "–", case.stage, case.steps,
-        len(story.faults), story.starts, f"{story.longest_end:.1f} s",
-        "yes" if not apart else f"no: {', '.join(apart[:3])}",
-        ", ".join(f"{count} × {kind}" for kind, count in sorted(kinds.items())),
+    return {
+        "ranks": case.world, "cut": case.cut, "stage": case.stage, "method": case.method, "seed": case.seed,
+        "faults": len(story.faults), "starts": story.starts, "longest_end": story.longest_end, "apart": apart,
+        "kinds": dict(kinds),
+    }  # fmt: skip
+
+
+def page(rows: list[dict[str, Any]], command: str) -> str:
+    """The results so far."""
+    from benchmarks.machine import machine
+
+    total, kinds = sum(row["faults"] for row in rows), Counter[str]()
+    for row in rows:
+        kinds.update(row["kinds"])
+    apart = sum(bool(row["apart"]) for row in rows)
+    lines = [
+        "# Chaos: runs that are struck by faults at random moments", "", f"`{command}`", "",
+        f"**{total} faults in {len(rows)} runs; {apart} runs differ from an undisturbed one.** Equal means bit for",
+        "bit: logged rows, weights, optimizer states and masks of the last checkpoint. A tiny GPT, a checkpoint",
+        f"every {SAVE_EVERY} steps, written in the background, float32;",
+        ", ".join(f"{key} {value}" for key, value in machine(threads=1).items()) + "; other work ran too.",
+        "Ranks that share no model share the batch. Longest end: from a fault to the end of the last rank.",
+        "",
+        "| ranks | share the model | ZeRO stage | method | runs | faults | starts | longest end | equal |",
+        "|---|---|---|---|---|---|---|---|---|",
     ]  # fmt: skip
-    return "| " + " | ".join(map(str, cells)) + " |"
+    groups: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
+    for row in rows:
+        groups.setdefault((row["ranks"], row["cut"] or "–", row["stage"], row["method"]), []).append(row)
+    for key, of in sorted(groups.items(), key=str):
+        differ = [name for row in of for name in row["apart"]]
+        cells = [
+            *key, len(of), sum(row["faults"] for row in of), sum(row["starts"] for row in of),
+            f"{max(row['longest_end'] for row in of):.1f} s", f"no: {', '.join(differ[:3])}" if differ else "yes",
+        ]  # fmt: skip
+        lines.append("| " + " | ".join(map(str, cells)) + " |")
+    lines += ["", "| fault | times |", "|---|---|", *(f"| {kind} | {kinds[kind]} |" for kind in FAULTS)]
+    return "\n".join(lines) + "\n"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--faults", type=int, default=20)
+    parser.add_argument("--faults", type=int, default=20, help="per run")
+    parser.add_argument("--rounds", type=int, default=1, help="how often all cases run, each time with other moments")
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--cases", default=CASES, help="ranks:ZeRO stage[:what is cut=over how many …], …")
-    parser.add_argument("--out", type=Path)
+    parser.add_argument(
+        "--cases", default=CASES, help="ranks:ZeRO stage[:method=dense][:what is cut=over how many …], …"
+    )
+    parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
-    from benchmarks.machine import machine
-
-    lines = [
-        "# Chaos: runs that are killed, frozen, stopped and damaged at random",
-        "",
-        f"`python -m tests.support.chaos --faults {args.faults} --seed {args.seed} --cases {args.cases} "
-        f"--out {args.out}`",
-        "",
-        f"A tiny GPT with MST, float32 on CPU ranks, a checkpoint every {SAVE_EVERY} steps;",
-        ", ".join(f"{key} {value}" for key, value in machine(threads=1).items()) + ".",
-        "Equal bit for bit to a run left in peace: logged rows, weights, optimizer states and masks of the last",
-        "checkpoint. Ranks that share no model share the batch.",
-        "",
-        "| ranks | share the model | ZeRO stage | steps | faults | starts | longest end after a fault | equal "
-        "| what happened |",
-        "|---|---|---|---|---|---|---|---|---|",
-    ]
-    for words in args.cases.split(","):
-        lines.append(as_a_row(case_of(words, args.faults, args.seed)))
-        print(lines[-1], flush=True)
-        if args.out:
-            args.out.write_text("\n".join(lines) + "\n")
+    book = args.out.with_suffix(".jsonl")
+    rows = [json.loads(line) for line in book.read_text().splitlines()] if book.exists() else []
+    command = (
+        f"python -m tests.support.chaos --faults {args.faults} --rounds {args.rounds} --seed {args.seed} "
+        f"--cases {args.cases} --out {args.out}"
+    )
+    for turn in range(args.rounds):
+        for words in args.cases.split(","):
+            case = case_of(words, args.faults, args.seed + 100 * turn)
+            known = ("ranks", case.world), ("cut", case.cut), ("stage", case.stage), ("method", case.method)
+            if any(all(row[key] == value for key, value in (*known, ("seed", case.seed))) for row in rows):
+                continue
+            rows.append(outcome(case))
+            with book.open("a") as file:
+                file.write(json.dumps(rows[-1]) + "\n")
+            args.out.write_text(page(rows, command))
+            print(f"{case}: {'differs' if rows[-1]['apart'] else 'equal'}", flush=True)
 
 
 if __name__ == "__main__":

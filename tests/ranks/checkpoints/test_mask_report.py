@@ -194,9 +194,9 @@ def no_manifest_and_no_masks(folder):
 REFUSED = [
     (nothing, "there is no folder"),
     (a_file, "there is no folder"),
-    (an_empty_folder, "holds no checkpoint"),
-    (a_half_written_checkpoint, "did not finish"),
-    (nothing_but_damage, "no checkpoint in"),
+    (an_empty_folder, "contains no checkpoint"),
+    (a_half_written_checkpoint, "unfinished"),
+    (nothing_but_damage, "every checkpoint in"),
     (missing, "mst/rank_00001.safetensors is missing"),
     (flipped, "mst/rank_00001.safetensors does not match its digest"),
     (short, "mst/rank_00001.safetensors has"),

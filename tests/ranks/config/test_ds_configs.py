@@ -6,9 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from mst_scale.config import load, ready
-from mst_scale.config.check import batch_shape, check
+from mst_scale.config import load
+from mst_scale.config.check import check
+from mst_scale.config.deepspeed import batch_shape
 from mst_scale.config.parallel import sizes_of
+from mst_scale.config.presets import ready_configs
 from mst_scale.flops.ledger import forecast, uncounted_flops
 from mst_scale.plan.answer import Plan, plan
 from mst_scale.plan.gpus import machine
@@ -19,7 +21,7 @@ from tests.support.whole_runs import attempt
 pytestmark = pytest.mark.full
 
 FOLDER = tiny_run.ROOT / "ds_configs"
-NAMES = sorted(ready.configs())
+NAMES = sorted(ready_configs())
 GPT2_BATCH = 12 * 40  # the paper's
 GPT3_TOKENS = {"gpt3_1.3b": 1e6, "gpt3_2.7b": 1e6, "gpt3_6.7b": 2e6, "gpt3_13b": 2e6, "gpt3_175b": 3.2e6}
 

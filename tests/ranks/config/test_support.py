@@ -324,8 +324,8 @@ def nothing_is_built(*_: Any, **__: Any) -> None:
 
 
 ARGUMENTS = [
-    ({"mpu": SimpleNamespace()}, {}, "mpu does not go"),
-    ({"mesh_param": (1, 2)}, {}, "mesh_param does not go"),
+    ({"mpu": SimpleNamespace()}, {}, "this mpu "),
+    ({"mesh_param": (1, 2)}, {}, "mesh_param "),
     ({}, {"sequence_parallel_size": 2}, "sequence_parallel_size"),
 ]
 

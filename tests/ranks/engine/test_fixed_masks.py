@@ -115,7 +115,7 @@ def refused(rank, world, masks):
 def test_masks_that_keep_everything_are_named(tmp_path):
     path = tmp_path / "masks.safetensors"
     open_masks.write(path, ((name, torch.ones_like(kept(name))) for name in SPARSE))
-    assert pool.run(refused, 1, str(path)) == [f"{path} masks no weight of the matrices that mst.targets chooses"]
+    assert pool.run(refused, 1, str(path))[0].startswith(f"{path} masks no weight")
     assert "load a pruned model" in pool.run(refused, 1, "zeros")[0]
 
 
@@ -176,10 +176,10 @@ def refusals(rank, world, folder):
 def test_wrong_masks_are_refused_on_every_rank(tmp_path):
     for found in pool.run(refusals, 2, str(tmp_path)):
         no_zeros, name, shape, damaged, nowhere = found
-        assert "they have none: load a pruned model" in no_zeros
-        assert "'upp.weight', which is no parameter of this model: the nearest is 'up.weight'" in name
-        assert "has shape (13, 37), the parameter (37, 13)" in shape
-        assert "is not a file of masks" in damaged and "there is no file of masks" in nowhere
+        assert "load a pruned model" in no_zeros
+        assert "'upp.weight', which is not a parameter of this model: the nearest is 'up.weight'" in name
+        assert "has shape (13, 37), but the parameter has (37, 13)" in shape
+        assert "is not a safetensors file" in damaged and "there is no mask file" in nowhere
 
 
 def test_masks_go_with_fixed_alone():

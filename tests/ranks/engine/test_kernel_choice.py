@@ -47,7 +47,12 @@ def run(rank: int, world: int, folder: str, stage: int, found: float | None) -> 
                 engine.save_checkpoint(folder, "saved")
         log.removeHandler(handler)
         log.setLevel(level)
-    return {"losses": losses, "sparse": sparse, "asked": asked, "lines": [x for x in lines if "as the run began" in x]}
+    return {
+        "losses": losses,
+        "sparse": sparse,
+        "asked": asked,
+        "lines": [x for x in lines if "this run began with" in x],
+    }
 
 
 @pytest.mark.parametrize("stage", [0, 3])
@@ -59,7 +64,7 @@ def test_a_resumed_run_goes_on_as_it_began(tmp_path, stage):
     for before, after in zip(whole, elsewhere, strict=True):
         assert after["losses"] == before["losses"][SAVED:] and after["sparse"] == before["sparse"][SAVED:]
     (line,) = elsewhere[0]["lines"]
-    assert "sparse from 30% on there and always dense here" in line
+    assert "sparse from 30% on in this run and always dense here" in line
     same = pool.run(run, 2, str(tmp_path), stage, 0.3)
     assert same[0]["lines"] == [] and same[0]["losses"] == whole[0]["losses"][SAVED:]
 

@@ -200,10 +200,10 @@ def refusals(rank: int, world: int) -> dict[str, str]:
 
 def test_refusals() -> None:
     for said in pool.run(refusals, 2):
-        assert "must be the ranks of get_sequence_data_parallel_group" in said["other files"]
-        assert "the mesh cuts layers over 2 ranks, and Toy has none that is cut" in said["slices of layers"]
+        assert "get_sequence_data_parallel_group" in said["other files"]
+        assert "the mesh splits layers over 2 ranks, but no layer of Toy is split" in said["slices of layers"]
         assert "UlyssesSPAttentionHF.register_with_transformers" in said["transformers by a mesh"]
-        assert "GPT2LMHeadModel does not work on parts" in said["gpt2 by theirs"]
+        assert "GPT2LMHeadModel does not support split sequences" in said["gpt2 by theirs"]
         assert "1 heads cannot be split over 2 ranks" in said["heads"]
         assert "parts of 8 to 9 tokens: give each of the 2 ranks an equal part" in said["uneven"]
         assert "34 tokens does not fit model.seq_length = 32" in said["long"]
@@ -223,11 +223,11 @@ def warnings(rank: int, world: int) -> list[str]:
         for own in (toy(), nn.Sequential(SelfAttention(8, 2)), model()):
             cut_sequences(own, mpu=mesh)
     logging.getLogger("mst_scale").removeHandler(handler)
-    return [line for line in said if "sequences are cut" in line]
+    return [line for line in said if "sequences are split" in line]
 
 
 def test_a_model_of_ones_own_is_told_what_is_left_to_it() -> None:
     first, second = pool.run(warnings, 2)
     assert len(first) == 2 and not second, "one rank speaks"
-    assert "Toy has no attention of mst_scale, and has to join them by itself" in first[0]
-    assert "Sequential has to count positions and to average its loss" in first[1]
+    assert "Toy has no attention layers of mst_scale" in first[0]
+    assert "Sequential must itself compute positions" in first[1]

@@ -381,7 +381,7 @@ def refused(rank: int, world: int):
 
 def test_refusals():
     (said,) = pool.run(refused, 1)
-    assert "wte.weight is the tied head" in said["head"]
+    assert "wte.weight is a tied head" in said["head"]
     assert "mst.sparsity.variation = sv does not work with method sr-ste: choose one of sparse, sd" in said["schedule"]
     assert "unknown key 'mst.options.q'" in said["option"] and "mst.options" in said["value"]
     assert "groups of 6" in said["shape"] and "AdamW" in said["muon"]

@@ -370,15 +370,15 @@ MUON = {"optimizer": {"type": "Muon", "params": {"lr": 1e-3}}}
 @pytest.mark.parametrize(
     ("build", "deepspeed", "mpu", "line"),
     [
-        (gpt2, {}, None, "does not cut GPT2LMHeadModel over 2 ranks .* take a model"),
+        (gpt2, {}, None, "cannot split GPT2LMHeadModel over 2 ranks"),
         (big_code, {}, None, "on several ranks: masks cannot follow"),
-        (own, {}, None, "does not know this model, which cuts itself: give"),
-        (llama, MUON, None, "Muon in layers or models cut over ranks"),
-        (llama, BATCH, None, "train_batch_size = 4 and .* state train_micro_batch_size_per_gpu"),
+        (own, {}, None, "does not support this model, which splits its own layers: pass"),
+        (llama, MUON, None, "Muon in layers or models split over ranks"),
+        (llama, BATCH, None, "train_batch_size = 4 and .* set train_micro_batch_size_per_gpu"),
         (llama, {"train_batch_size": 4}, None, "train_batch_size does not fit .* = 2: leave it out"),
         (one_key_head, {"zero_optimization": {"stage": 3}}, None, "without any of the 1 key heads"),
-        (llama, {}, sequences, "and an mpu: DeepSpeed's AutoTP puts groups of its own in its place"),
-        (llama, {}, megatron, "this mpu does not go with sparse training"),
+        (llama, {}, sequences, "does not work with an mpu"),
+        (llama, {}, megatron, "this mpu does not work with sparse training"),
     ],
     ids=["gpt2", "multi-query", "own", "muon", "batch", "three-batches", "empty-at-3", "sequences", "megatron"],
 )

@@ -9,6 +9,7 @@ import importlib
 import io
 import json
 import shutil
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -87,8 +88,10 @@ EXTRA = (
 
 def keys() -> list[str]:
     """Every key of ours, and some of DeepSpeed's."""
+    sys.path.append(str(tiny_run.ROOT / "docs"))
+    from config_tables import defaults
+
     from mst_scale.config.load import BLOCKS
-    from mst_scale.config.pages import defaults
 
     ours = [key for block, cls in BLOCKS.items() for key, _ in defaults(cls, block)]
     return [*ours, *BLOCKS, *EXTRA, "mst.sparsity", "mst.topology", "mst.attention", "mst.topology.granularity"]

@@ -13,7 +13,7 @@ import mst_scale
 from mst_scale import cli
 from mst_scale.checkpoints import store
 from mst_scale.config import load
-from mst_scale.config.growth import smaller_model
+from mst_scale.config.check import smaller_model
 from mst_scale.data.corpus import open_tokens
 from mst_scale.data.sampler import Sampler
 from mst_scale.flops.budgets import shortened
@@ -245,7 +245,7 @@ def test_an_error_on_rank_0_is_raised_on_all_ranks(tmp_path, small):
         manifest.unlink()
     rate = ["--set", "mst.options.rate=1e30"]
     for run, more, mst, reported in (
-        (empty, [], STACK, "holds no checkpoint"),
+        (empty, [], STACK, "contains no checkpoint"),
         (silent, [], STACK, "lacks flops"),
         (small, rate, LIGO, "mst.options.rate"),
     ):
@@ -258,5 +258,5 @@ def test_an_error_on_rank_0_is_raised_on_all_ranks(tmp_path, small):
 
 def test_a_custom_loop_is_warned(small):
     config = {"train_batch_size": 2, "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}, "mst": {"method": "stack"}}
-    with pytest.raises(ValueError, match=r"method stack grows a smaller run in mst_scale\.pretrain alone"):
+    with pytest.raises(ValueError, match=r"method stack is available only in mst_scale\.pretrain"):
         mst_scale.initialize(model=toy(), config=config)

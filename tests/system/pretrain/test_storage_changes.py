@@ -123,7 +123,7 @@ def test_a_checkpoint_of_dense_storage_continues_compact_and_the_reverse(tmp_pat
     shutil.copytree(dense(1, 1), tmp_path / "compact")
     folder = dense(1, 1).parent  # of the same corpus
     said = run(folder, tmp_path / "compact", "python", "auto", 1, "--resume", store.tag_of(50))
-    assert "stores whole matrices, and here layers store active weights alone: creating a copy" in said
+    assert "stores whole matrices" in said and ": creating a copy" in said
     assert_same(tmp_path / "compact", dense(1, 1))
     shutil.copytree(tmp_path / "compact", tmp_path / "again")
     run(folder, tmp_path / "again", "python", "off", 1, "--resume", store.tag_of(75))

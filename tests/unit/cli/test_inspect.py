@@ -51,7 +51,7 @@ def test_bad_input_is_one_line_and_damage_is_not_a_usage_error(tmp_path, capsys)
     torn = sealed(tmp_path / "step00000041", whole(1))
     (torn / "manifest.json").write_text("{")
     (tmp_path / "empty").mkdir()
-    cases = (("nowhere", 2, "there is no folder"), ("empty", 2, "holds no checkpoint"))
+    cases = (("nowhere", 2, "there is no folder"), ("empty", 2, "contains no checkpoint"))
     for name, code, message in (
         *cases,
         (folder.name, 1, "rank_00001.safetensors does not match its digest"),

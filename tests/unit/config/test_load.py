@@ -3,13 +3,14 @@ import json
 
 import pytest
 
-from mst_scale.config import METHODS, MODELS, RECIPES, in_steps, load, overridden_in_recipe, ready, to_dict
-from mst_scale.config.check import batch_shape, check
-from mst_scale.config.support import precision_of
+from mst_scale.config import METHODS, MODELS, RECIPES, in_steps, load, overridden_in_recipe, to_dict
+from mst_scale.config.check import check
+from mst_scale.config.deepspeed import batch_shape, precision_of
+from mst_scale.config.presets import ready_configs
 from mst_scale.errors import UserError
 from mst_scale.flops.ledger import forecast
 
-READY = list(ready.configs().values())
+READY = list(ready_configs().values())
 MINIMAL = {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}}
 
 

@@ -2,7 +2,8 @@
 
 import pytest
 
-from mst_scale.config import load, ready
+from mst_scale.config import load
+from mst_scale.config.presets import ready_configs
 from mst_scale.flops.budgets import shortened
 from mst_scale.pretrain.start import output_folder, parse_arguments, read_experiment
 from tests.support import tiny_run
@@ -11,7 +12,7 @@ FOLDER = tiny_run.ROOT / "ds_configs"
 
 
 def test_every_ready_config_has_a_name():
-    assert ready.configs() == {path.stem: path for path in FOLDER.glob("*.json") if path.name != "mst.schema.json"}
+    assert ready_configs() == {path.stem: path for path in FOLDER.glob("*.json") if path.name != "mst.schema.json"}
 
 
 def test_a_name_means_the_file_of_that_name_first(tmp_path, monkeypatch):
@@ -19,7 +20,7 @@ def test_a_name_means_the_file_of_that_name_first(tmp_path, monkeypatch):
     (tmp_path / "demo").mkdir()  # no file
     assert load("demo") == load(FOLDER / "demo.json")
     tiny_run.config(tmp_path).rename(tmp_path / "gpt2_small")
-    assert load("gpt2_small").model.n_embd == 16 and load(ready.configs()["gpt2_small"]).model.n_embd == 768
+    assert load("gpt2_small").model.n_embd == 16 and load(ready_configs()["gpt2_small"]).model.n_embd == 768
 
 
 @pytest.mark.parametrize(

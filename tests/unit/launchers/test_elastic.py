@@ -12,7 +12,7 @@ import pytest
 
 from mst_scale import launch
 from mst_scale.config import load
-from mst_scale.config.check import batch_shape
+from mst_scale.config.deepspeed import batch_shape
 from mst_scale.errors import UserError
 from mst_scale.launch.elastic import RESIZED, Allowed, Places, allowed, keep_changing
 from mst_scale.pretrain import elastic

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from mst_scale.errors import UserError
-from mst_scale.launch.phases import Share, shares_of
+from mst_scale.launch.slurm import Share, shares_of
 
 PHASES = "warmup=4,ultra=1,restore=4,dense=4"
 

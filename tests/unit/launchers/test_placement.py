@@ -5,7 +5,7 @@ import contextlib
 import pytest
 
 from mst_scale.errors import UserError
-from mst_scale.launch.placement import check_groups, overrides
+from mst_scale.launch.command_line import check_groups, overrides
 
 
 def groups_of(size: object) -> list[str]:
@@ -18,7 +18,7 @@ def groups_of(size: object) -> list[str]:
         (1, {"a": 3}, None),
         (4, {"a": 8, "b": 4}, None),
         (8, {"a": 4}, "--set tensor_parallel.autotp_size=4"),
-        (4, {"a": 8, "b": 6}, "the 6 processes of b are not whole groups"),
+        (4, {"a": 8, "b": 6}, "the 6 processes of b cannot be divided into groups of 4"),
         (4, {"a": 3}, "--set tensor_parallel.autotp_size=1"),
         ("many", {"a": 3}, None),  # pretrain reports it
     ],

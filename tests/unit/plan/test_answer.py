@@ -120,7 +120,7 @@ def test_a_run_whose_sparsity_changes_is_compact_in_its_long_phase():
     [
         (["mst.topology.policy=snfs"], {}, "momentum"),
         (["mst.sparsity.variation=sv", "mst.sparsity.max=0.4"], {}, "the sparsity changes"),
-        ([], {"tensor": 2}, "cut over ranks"),
+        ([], {"tensor": 2}, "split over ranks"),
     ],
 )
 def test_a_run_whose_layers_stay_dense_says_why(overrides, fixed, reason):

@@ -49,7 +49,7 @@ def test_a_layer_that_does_not_say_how_it_cuts_is_refused():
     parameter = torch.nn.Parameter(torch.zeros(3, 4))
     assert cut_of(parameter) == Cut.whole((3, 4))
     parameter.tensor_model_parallel = True
-    with pytest.raises(ValueError, match="its layer does not say how"):
+    with pytest.raises(ValueError, match="its layer does not describe how"):
         cut_of(parameter)
     told = {"unsupported_reason": "it interleaves blocks", "original_shape": (6, 4), "replicated": False}
     parameter.ds_autotp_universal_checkpoint_meta = {"conversion": told}

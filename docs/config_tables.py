@@ -1,4 +1,4 @@
-"""Writes the tables of docs/config.md, and docs/compatibility.md: `python -m mst_scale.config.pages`.
+"""Writes the tables of docs/config.md, and docs/compatibility.md: `python docs/config_tables.py`.
 
 In docs/config.md, each table is between `<!-- keys: BLOCK -->` and `<!-- end -->` and lists the descriptions of the
 block. docs/compatibility.md is generated from deepspeed_support.json as a whole.
@@ -16,14 +16,14 @@ from mst_scale.config.load import BLOCKS
 from mst_scale.config.support import format_remark, format_status, rows
 from mst_scale.validation import keys_of
 
-_DOCS = Path(__file__).parents[2] / "docs"
+_DOCS = Path(__file__).parent
 _TABLE = re.compile(r"(<!-- keys: (\S+) -->\n).*?(<!-- end -->)", re.S)
 _SHARES = (14, 70)  # denominators of defaults that are shares of the paper's run
 
 _SUPPORT = """# Compatibility with DeepSpeed
 
 This page lists every key of a DeepSpeed 0.19 config and says whether sparse training works with it. It is generated
-from `mst_scale/config/deepspeed_support.json` by `python -m mst_scale.config.pages`. Runs that stay dense (method
+from `mst_scale/config/deepspeed_support.json` by `python docs/config_tables.py`. Runs that stay dense (method
 `dense`, or `mst.sparsity.max` 0) may use all of DeepSpeed. [exactness.md](exactness.md) defines what exact means.
 
 - **exact**: a test trains with it on two CPU ranks and checks after every step that inactive weights, their moments and
