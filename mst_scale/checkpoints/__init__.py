@@ -3,6 +3,9 @@
 store         atomic folders, sealed with digests; finds the latest complete one
 background    saves that training does not wait for: a copy in memory, and the process that writes it
 writer        that process: writes, digests, reads back, seals, removes older ones
+memory_copies copies in a host's memory that outlive the run's processes: the files of each rank's part
+memory_writer keeps them: what the writer does with a copy that stays in memory
+neighbors     sends parts to the writers of another host, and keeps what arrives
 model_config  the configuration of a transformers model, for export and evaluation
 mask_files    mask files, written and read next to DeepSpeed's own files
 mask_state    the masks of a run on this rank, and everything that a checkpoint stores about them

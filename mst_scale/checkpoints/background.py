@@ -6,7 +6,8 @@
 
 There is one copy in memory per rank. If a save comes while the one before is being written, it waits for that one, so
 that which checkpoints exist depends on the steps alone and not on the speed of a disk. What became of a save is known
-to all ranks at the next one (`finish`), by one small all-gather.
+to all ranks at the next one (`finish`), by one small all-gather. Copies that stay in memory (`keep`) go the same way,
+but a rank's process writes its files into the memory of its host (`memory_copies`) and not to disk.
 """
 
 from __future__ import annotations
@@ -20,14 +21,18 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import mst_scale
-from mst_scale.checkpoints import store
+from mst_scale.checkpoints import memory_copies, store
+from mst_scale.checkpoints.memory_copies import Copy
+from mst_scale.checkpoints.memory_writer import MemoryJob
+from mst_scale.checkpoints.neighbors import Listen, Ring
 from mst_scale.checkpoints.writer import IGNORED, Job
 from mst_scale.comm import FailedElsewhere, Ranks, logger, timeout
-from mst_scale.snapshot import Snapshot
+from mst_scale.snapshot import CapturedFile, Snapshot
 
 POLL_SECONDS = 0.1
 _BUSY = "busy"
@@ -41,27 +46,61 @@ class Saved(NamedTuple):
     error: str | None
 
 
+class _Pending(NamedTuple):
+    """A save whose outcome is not known: its step, its draft on disk, or the tag of a copy that stays in memory."""
+
+    step: int
+    draft: Path | None = None
+    kept: str | None = None
+
+
+@dataclass
+class KeptCopies:
+    """The copies in memory of this start of a run, as one rank sees them."""
+
+    folder: Path
+    """Of the parts that this host has."""
+    start: int
+    """The number of this start, from 0."""
+    ring: Ring | None
+    """None if there is one host."""
+    newest: str | None = None
+    """The tag of the newest copy of which all ranks have their parts."""
+
+
 class BackgroundSaves:
     """The copy of a checkpoint in this rank's memory, and the process that writes it.
 
     Args:
-        ranks: all ranks, which call `start` and `finish` together.
+        ranks: all ranks, which call `start`, `keep` and `finish` together.
         limit: seconds that `finish` waits for a disk that does not answer; DEEPSPEED_TIMEOUT by default.
+        copies: where `keep` keeps copies.
     """
 
-    def __init__(self, ranks: Ranks, limit: float | None = None):
-        self.ranks = ranks
+    def __init__(self, ranks: Ranks, limit: float | None = None, copies: KeptCopies | None = None):
+        self.ranks, self.copies = ranks, copies
         self.limit = timeout().total_seconds() if limit is None else limit
         self.snapshot: Snapshot | None = None
         self.process: subprocess.Popen[bytes] | None = None
         self._connection: Any = None
-        self._pending: tuple[int, Path] | None = None
+        self._pending: _Pending | None = None
         self._outcome: str | None = _BUSY  # of the pending save on this rank; None once it is written
 
     @property
     def pending(self) -> bool:
         """Whether a save was started whose outcome `finish` has not returned."""
         return self._pending is not None
+
+    def prepare(self) -> None:
+        """Start the process that writes, on all ranks together, and not only at the first save.
+
+        Raises:
+            OSError: if there is no memory for it; then `start` and `keep` try again.
+            FailedElsewhere: the same, where another rank has raised the OSError.
+        """
+        self._memory()
+        with contextlib.suppress(OSError):  # the first save says so
+            self._start_process()
 
     def start(
         self, take: Callable[[Snapshot, Path], None], final: Path, *, step: int, about: dict[str, Any] | None,
@@ -82,34 +121,69 @@ class BackgroundSaves:
             OSError: if there is no memory for the copy; then nothing is pending on any rank.
             FailedElsewhere: the same, where another rank has raised the OSError.
         """
-        assert self._pending is None, "finish() comes first"
         began = time.monotonic()
         # the folder of a save that failed may still be written to by another rank's process
-        nonce = self.ranks.on_first(lambda: os.urandom(4).hex())
-        draft = final.with_name(f"{final.name}.{nonce}{store.PARTIAL}")
+        draft = final.with_name(f"{final.name}.{self._new_name()}{store.PARTIAL}")
+        files = self._capture(take, draft)
+        copied = time.monotonic() - began
+        job = Job(
+            str(draft), str(final), self.ranks.rank, self.ranks.world_size, files, about, dense, keep, latest, copied
+        )
+        self._pending, self._outcome = _Pending(step, draft), _BUSY
+        self._send(job)
+        return time.monotonic() - began
+
+    def keep(
+        self, take: Callable[[Snapshot, Path], None], *, step: int, about: dict[str, Any], dense: bool = False
+    ) -> float:
+        """Copy a checkpoint into memory, where it is kept until a newer one is; the seconds for which this waited.
+
+        Args:
+            take: as for `start`.
+            step: finished optimizer steps.
+            about: what the manifest of a checkpoint says.
+            dense: whether a checkpoint that is made of the copy gets the dense form.
+
+        Raises:
+            OSError: if there is no memory for the copy; then nothing is pending on any rank.
+            FailedElsewhere: the same, where another rank has raised the OSError.
+        """
+        copies = self.copies
+        assert copies is not None
+        began = time.monotonic()
+        copy = Copy(step, copies.start, self._new_name(), self.ranks.world_size)
+        head = memory_copies.describe_part(about, copy, self.ranks.rank, dense)
+        files = self._capture(take, copies.folder / about["tag"])
+        neighbor = None if copies.ring is None else copies.ring.neighbor
+        job = MemoryJob(str(copies.folder), head, files, copies.newest, neighbor)
+        self._pending, self._outcome = _Pending(step, kept=about["tag"]), _BUSY
+        self._send(job)
+        return time.monotonic() - began
+
+    def _new_name(self) -> str:
+        """Make up a name that no other save has, on all ranks together."""
+        return self.ranks.on_first(lambda: os.urandom(4).hex())
+
+    def _capture(self, take: Callable[[Snapshot, Path], None], draft: Path) -> list[CapturedFile]:
+        assert self._pending is None, "finish() comes first"
         taken = self._memory()
         taken.begin(draft)
         self.ranks.agree(lambda: take(taken, draft))
-        copied = time.monotonic() - began
-        job = Job(
-            str(draft), str(final), self.ranks.rank, self.ranks.world_size, taken.files,
-            about, dense, keep, latest, copied,
-        )  # fmt: skip
-        self._pending, self._outcome = (step, draft), _BUSY
-        self._send(job)
-        return time.monotonic() - began
+        return taken.files
 
     def finish(self, wait: bool = True) -> Saved | None:
         """Return what became of the save before, on all ranks together; None if there was none or it is not over.
 
-        The rank on which it failed has logged why. Processes that still write what has failed elsewhere are ended.
+        None also if it was a copy that stays in memory. The rank on which it failed has logged why. Processes that
+        still write what has failed elsewhere are ended.
 
         Args:
             wait: whether to wait until it is written.
         """
         if self._pending is None:
             return None
-        step, draft = self._pending
+        step, draft, kept = self._pending
+        what = "checkpoint" if kept is None else "copy in memory"
         reported, began = False, time.monotonic()
         while True:
             outcome = self._look()
@@ -117,21 +191,26 @@ class BackgroundSaves:
                 outcome = f"it was not written within {self.limit / 60:g} minutes"
             outcomes = self._gather(outcome)
             failed = [(rank, error) for rank, error in enumerate(outcomes) if error not in (None, _BUSY)]
-            if failed or _BUSY not in outcomes:
+            # a copy that one rank cannot keep in memory does not end the processes of the others
+            if (failed and kept is None) or _BUSY not in outcomes:
                 break
             if not wait:
                 return None
             if not reported:
-                logger.info("waiting until the checkpoint of step %d is written", step)
+                logger.info("waiting until the %s of step %d is written", what, step)
                 reported = True
             time.sleep(POLL_SECONDS)
         self._pending = None
         if not failed:
-            return Saved(step, None)
+            if self.copies is not None and kept is not None:
+                self.copies.newest = kept
+            return Saved(step, None) if kept is None else None
         if self._outcome == _BUSY:
             self._end_process()
             if failed[0][0] == self.ranks.rank:
-                logger.error("the checkpoint of step %d is given up: %s", step, failed[0][1])
+                logger.error("the %s of step %d is given up: %s", what, step, failed[0][1])
+        if draft is None:
+            return None
         rank, error = failed[0]
         self.ranks.on_first(lambda: shutil.rmtree(draft, ignore_errors=True))
         return Saved(step, f"rank {rank}: {error}" if rank else error)
@@ -140,8 +219,8 @@ class BackgroundSaves:
         """Wait until this rank's part of a save is written, without the other ranks: the program ends."""
         while self._pending is not None and self._look() == _BUSY:
             time.sleep(POLL_SECONDS)
-        if self._pending is not None and self._outcome is not None:
-            shutil.rmtree(self._pending[1], ignore_errors=True)  # tells the other ranks' processes to give up
+        if self._pending is not None and self._pending.draft is not None and self._outcome is not None:
+            shutil.rmtree(self._pending.draft, ignore_errors=True)  # tells the other ranks' processes to give up
 
     def close(self) -> None:
         """End the process, and with it a save that is still being written; release the memory."""
@@ -183,7 +262,7 @@ class BackgroundSaves:
                 logger.error("%s", self._outcome)
         return self._outcome
 
-    def _send(self, job: Job) -> None:
+    def _send(self, job: Job | MemoryJob) -> None:
         if self.process is None or self.process.poll() is not None:
             self._end_process()
             try:
@@ -200,6 +279,8 @@ class BackgroundSaves:
         package = str(Path(mst_scale.__file__).parents[1])
         ours, theirs = multiprocessing.Pipe()
         memory = self.snapshot.fd
+        ring = None if self.copies is None else self.copies.ring
+        port = None if ring is None else ring.listener.fileno()
         # the process ignores these signals, and inherits that they are held back until it does
         held = signal.pthread_sigmask(signal.SIG_BLOCK, IGNORED)
         try:
@@ -209,7 +290,7 @@ class BackgroundSaves:
                     str(os.getpid()), str(theirs.fileno()), str(memory),
                 ],
                 stdin=subprocess.DEVNULL,
-                pass_fds=[theirs.fileno(), memory],
+                pass_fds=[theirs.fileno(), memory, *([] if port is None else [port])],
                 env={
                     **os.environ,
                     "PYTHONPATH": os.pathsep.join(filter(None, [package, os.environ.get("PYTHONPATH")])),
@@ -223,6 +304,9 @@ class BackgroundSaves:
             signal.pthread_sigmask(signal.SIG_SETMASK, held)
             theirs.close()
         self._connection = ours
+        if self.copies is not None and ring is not None and port is not None:
+            with contextlib.suppress(OSError):  # it has just ended: `_look` says so
+                ours.send(Listen(port, ring.key, str(self.copies.folder)))
 
     def _end_process(self) -> None:
         if self.process is None:

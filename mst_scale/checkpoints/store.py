@@ -96,7 +96,7 @@ def describe(
 def newest(folder: Path, ranks: Ranks, before: int | None = None) -> str | None:
     """Return the tag of the newest complete checkpoint (of a step below `before`); log damaged ones and skip them."""
     for tag in ranks.on_first(lambda: list_tags(folder)):
-        if before is not None and _step_of(folder / tag) >= before:
+        if before is not None and step_of(folder / tag) >= before:
             continue
         faults = ranks.agree(lambda tag=tag: damage(folder / tag, ranks))  # type: ignore[misc]
         if not ranks.any(bool(faults)):
@@ -111,7 +111,7 @@ def list_tags(folder: Path) -> list[str]:
     if not folder.is_dir():
         return []
     found = [path for path in folder.iterdir() if path.is_dir() and not path.name.endswith(PARTIAL)]
-    return [path.name for path in sorted(found, key=_step_of, reverse=True) if _step_of(path) >= 0]
+    return [path.name for path in sorted(found, key=step_of, reverse=True) if step_of(path) >= 0]
 
 
 def locate(path: Path) -> Path:
@@ -306,7 +306,8 @@ def write_if_possible(path: Path, text: str) -> None:
         logger.error("cannot write %s (%s): the run continues without it", path, error)
 
 
-def _step_of(checkpoint: Path) -> int:
+def step_of(checkpoint: Path) -> int:
+    """Return the step of a checkpoint by the name of its folder; -1 if this is another folder."""
     digits = checkpoint.name.removeprefix("step")
     return int(digits) if checkpoint.name.startswith("step") and digits.isdigit() else -1
 
@@ -392,7 +393,7 @@ def set_aside(folder: Path, step: int) -> None:
 
     They stay as `<tag>.aside` until the run passes that step.
     """
-    later = [tag for tag in list_tags(folder) if _step_of(folder / tag) > step]
+    later = [tag for tag in list_tags(folder) if step_of(folder / tag) > step]
     for tag in later:
         shutil.rmtree(folder / (tag + ASIDE), ignore_errors=True)
         os.rename(folder / tag, folder / (tag + ASIDE))
@@ -403,11 +404,11 @@ def set_aside(folder: Path, step: int) -> None:
 
 def prune(folder: Path, keep: int, step: int) -> None:
     """Remove older checkpoints. `step` was just verified: it and the latest ones before it stay."""
-    past = [tag for tag in list_tags(folder) if _step_of(folder / tag) <= step]
+    past = [tag for tag in list_tags(folder) if step_of(folder / tag) <= step]
     for tag in past[keep:]:
         _remove(folder / tag)
     for path in folder.glob("*" + ASIDE):
-        if _step_of(path.with_suffix("")) <= step:
+        if step_of(path.with_suffix("")) <= step:
             _remove(path)
 
 

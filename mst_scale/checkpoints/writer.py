@@ -1,4 +1,6 @@
-"""Writes the checkpoints of one rank in a process of its own: `python -m mst_scale.checkpoints.writer`.
+"""Writes the checkpoints of one rank, and keeps its copies in memory, in a process of its own.
+
+    python -m mst_scale.checkpoints.writer      started by `checkpoints.background`
 
 The rank that trains copies its files into memory (`mst_scale.snapshot`) and sends a `Job`; this process writes the
 files into the folder `<tag>.….partial`, digests them, reads them back, and reports them in a file there. The writer of
@@ -8,7 +10,8 @@ them has given up.
 
 The process ends with the rank that started it (Linux sends it SIGKILL): a writer that goes on alone could rename its
 folder while the next start of the run sweeps it. Nothing half-written is ever taken for a checkpoint, because only the
-rename gives a folder its name.
+rename gives a folder its name. A copy in memory (`MemoryJob`) is not of concern to other ranks, except to the one on
+another host that keeps it, too; which copies are complete is found out by the start that needs one.
 """
 
 from __future__ import annotations
@@ -28,6 +31,8 @@ from typing import Any
 
 from mst_scale import snapshot
 from mst_scale.checkpoints import store
+from mst_scale.checkpoints.memory_writer import MemoryJob, MemoryWriter
+from mst_scale.checkpoints.neighbors import Listen, listen
 from mst_scale.comm import logger, speak
 from mst_scale.snapshot import CapturedFile
 
@@ -72,22 +77,32 @@ def main() -> None:
     with contextlib.suppress(OSError):
         os.nice(NICENESS)
     speak()
+    copies = MemoryWriter(memory)
     while True:
         try:
             job = connection.recv()
         except EOFError:
             return
-        error = None
-        try:
-            write(job, memory)
-        except OSError as caught:
-            folder = Path(job.final).parent
-            error = f"cannot save a checkpoint in {folder} ({store.free_space(folder)}): {caught}"
-            if Path(job.draft).is_dir():  # otherwise another rank has failed, and said so
-                logger.error("%s", error)
-            shutil.rmtree(job.draft, ignore_errors=True)  # so that the others give up, and the disk has room again
+        if isinstance(job, Listen):
+            listen(job)
+            continue
+        error = copies.keep(job) if isinstance(job, MemoryJob) else _write_or_clean(job, memory)
         with contextlib.suppress(OSError):  # the rank has ended
             connection.send(error)
+
+
+def _write_or_clean(job: Job, memory: int) -> str | None:
+    """Write this rank's part of a checkpoint; return why it could not be written, which is logged."""
+    try:
+        write(job, memory)
+    except OSError as caught:
+        folder = Path(job.final).parent
+        error = f"cannot save a checkpoint in {folder} ({store.free_space(folder)}): {caught}"
+        if Path(job.draft).is_dir():  # otherwise another rank has failed, and said so
+            logger.error("%s", error)
+        shutil.rmtree(job.draft, ignore_errors=True)  # so that the others give up, and the disk has room again
+        return error
+    return None
 
 
 def write(job: Job, memory: int) -> None:

@@ -157,6 +157,12 @@ def _memory(plan: Plan) -> str:
     ]
     if copied := plan.memory.snapshot:
         lines.append(f"up to {copied / GB:.1f} GB of host memory per GPU hold a checkpoint until it is written")
+    if kept := plan.kept_copies:
+        gpu = plan.machine.gpu
+        there = min(plan.setting.ranks, gpu.per_node) * gpu.host_memory
+        lines.append(
+            f"up to {kept / GB:.1f} of {there / GB:.0f} GB of host memory per node hold copies (training.memory_every)"
+        )
     if plan.setting.separate_accumulation:
         precision = plan.setting.precision
         lines.append(f"stages 0 and 1 accumulate gradients in {precision}: DeepSpeed or masks allow no other type")

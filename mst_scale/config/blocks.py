@@ -305,6 +305,15 @@ class TrainingConfig:
         "into the host's memory. In your own loop and with Trainer, this is on only if the config sets it to `true`.",
         json_schema_extra=NO_EFFECT,
     )
+    memory_every: StrictInt = Field(
+        default=0,
+        ge=0,
+        le=MAX_SEED,
+        description="Steps between copies of a checkpoint in the memory of the hosts, from which a run continues after "
+        "the loss of processes or of a host (docs/survival.md); `0`: none. No copy is made at a step that saves a "
+        "checkpoint. Only `mst_scale.pretrain` reads this.",
+        json_schema_extra=NO_EFFECT,
+    )
     reshape_on_load: StrictBool = Field(
         default=False,
         description="In your own loop and with Trainer: when a checkpoint of another number of ranks or ZeRO stage is "
@@ -350,6 +359,16 @@ class TrainingConfig:
                     f"rate would {otherwise}; give it as a fraction of the run, which follows --steps "
                     f"(training.{name}=0.02)"
                 )
+        if self.memory_every and not self.async_save:
+            raise UserError(
+                "training.memory_every needs the process that training.async_save starts: set that to true, or "
+                "training.memory_every to 0"
+            )
+        if self.memory_every and self.save_every and self.memory_every % self.save_every == 0:
+            raise UserError(
+                f"training.memory_every = {self.memory_every:,} makes no copy, because each of these steps saves a "
+                f"checkpoint (training.save_every = {self.save_every:,}): choose a smaller number, or 0"
+            )
 
 
 @dataclass(frozen=True)

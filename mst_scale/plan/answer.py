@@ -88,6 +88,17 @@ class Plan:
         return flops / (self.seconds.total * peak)
 
     @property
+    def kept_copies(self) -> int:
+        """Bytes of a node's memory that hold the copies of training.memory_every, at most.
+
+        They are the newest copy and the one that is being written, of the ranks of the node and of another node.
+        """
+        if not self.experiment.training.memory_every:
+            return 0
+        ranks = min(self.setting.ranks, self.machine.gpu.per_node)
+        return 2 * ranks * self.memory.snapshot * (2 if self.setting.ranks > ranks else 1)
+
+    @property
     def sent(self) -> dict[str, int]:
         """Bytes that a GPU sends in a dense step, by what it shares with the GPUs that it sends them to."""
         return sent_bytes(self.experiment.model, self.setting.dense)
@@ -146,6 +157,7 @@ class Plan:
             "set": overrides(s, self.given),
             "storage": self.storage,
             "memory": self.memory.to_dict(),
+            "kept_copies": self.kept_copies,
             "fits": True,
             "times": "expected by a roofline, not measured",
             "dense_step": {**asdict(self.seconds), "total": self.seconds.total, "mfu": self.mfu},

@@ -4,11 +4,12 @@ start           reads the command line and starts the loop; __main__ is the comm
 training_loop   the training loop
 prepare         prepares token files, initial weights, model, engine and checkpoint
 validation      early checks for what DeepSpeed, torch or the machine would reject later
+from_memory     makes a checkpoint of the newest copy in the hosts' memory, if none on disk is as new
 resume          selects the checkpoint from which a run continues, and its batch
 storage         the steps that are trained with compact storage
 schedules       the learning rate; extended runs, and branches that decay from another run's checkpoint
 batches         the micro-batches of a rank: one optimizer step, the validation loss
-saving          checkpoints, written now or in the background, and what a failed save means
+saving          checkpoints, written now or in the background, copies in memory, and what a failed save means
 spikes          loss spikes, and the batches to skip after them
 elastic         how many ranks can train a run, and what its ranks do where their number may change
 outcome         tells a launcher whether to restart the run

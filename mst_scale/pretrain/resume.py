@@ -58,7 +58,7 @@ def choose_checkpoint(out: Path, resume: str, ranks: Ranks) -> Path | None:
         OSError: if the checkpoints are damaged.
     """
     folder = out / "checkpoints"
-    resume = ranks.on_first(lambda: _effective(resume, out))
+    resume = ranks.on_first(lambda: effective(resume, out))
     existing = ranks.on_first(lambda: store.list_tags(folder))
     if resume == "never":
         if existing:
@@ -96,7 +96,7 @@ def _newest_verified(out: Path, existing: list[str], ranks: Ranks) -> str | None
     return tag
 
 
-def _effective(resume: str, out: Path) -> str:
+def effective(resume: str, out: Path) -> str:
     """Return --resume, or "auto" if this is a restart of the run: "never" and tags only apply to the first start."""
     last = run_file.read(out / "run.json").get("starts", [])[-1:]
     has_begun = bool(last) and last[0].get("command") == run_file.command()

@@ -1,18 +1,24 @@
-"""Saves the checkpoints of a run, now or in the background, and decides what a failed save means.
+"""Saves the checkpoints of a run, now or in the background, keeps copies in memory, and decides what failures mean.
 
 A save that fails in the middle of a run is reported and tried again when the next one is due, however often that
 happens: what the run has learned since is only in its memory. One without which the run cannot continue ends it.
+A copy in memory that fails is of no consequence.
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
+
 from mst_scale import comm, zero_shards
-from mst_scale.checkpoints import store
-from mst_scale.checkpoints.background import WITHOUT_COPY, BackgroundSaves
+from mst_scale.checkpoints import memory_copies, store
+from mst_scale.checkpoints.background import WITHOUT_COPY, BackgroundSaves, KeptCopies
 from mst_scale.checkpoints.dense_form import make_dense
+from mst_scale.checkpoints.neighbors import Ring
 from mst_scale.comm import ParallelDims, Ranks, logger
 from mst_scale.config import TrainingConfig
 from mst_scale.pretrain.prepare import Prepared
@@ -40,7 +46,15 @@ class Saves:
         self._saved, self._failed = saved, failed
         self._in_a_row = 0
         self._seconds: float | None = None
+        self._skips = False  # a copy was skipped, and this was logged
+        self._memory = _Memory(prepared.out, self.ranks)
+        self._memory.clear()  # of earlier starts
         self._background = _background_saves(self.engine, self.ranks, self.training)
+        if self._background is not None and self.training.memory_every:
+            start = self.ranks.on_first(lambda: len(prepared.run_file.starts) - 1 if prepared.run_file else 0)
+            self._background.copies = self._memory.begin(start, self.training.memory_every)
+            with contextlib.suppress(OSError, comm.FailedElsewhere):  # the first copy says so
+                self._background.prepare()  # it should listen when the first part of another host comes
 
     def save(self, step: int, state: dict[str, Any], final: bool, universal: bool = False) -> None:
         """Save a checkpoint.
@@ -53,8 +67,7 @@ class Saves:
             universal: whether an engine with the other storage loads it next.
         """
         self.finish()
-        compact = zero_shards.is_compact(self.engine.module)
-        dense = universal or (compact and self.training.checkpoint_form == "dense")
+        dense = universal or self._saves_dense
         about, keep = {"step": step, **self.about}, self.training.keep_checkpoints
         if self._background is not None and not final:
             try:
@@ -77,10 +90,46 @@ class Saves:
             if isinstance(error, OSError) and not final:
                 logger.error("%s", error)
             self._fail(step, error, final)
+        if final:
+            self.drop_copies()
 
-    def finish(self) -> None:
-        """Wait for the latest save, if it is still being written."""
-        if self._background is None or (saved := self._background.finish()) is None:
+    def copy(self, step: int, state: dict[str, Any]) -> None:
+        """Keep a copy of a checkpoint in memory, unless the save before is still being written.
+
+        Args:
+            step: the number of steps that the run has taken.
+            state: what the training loop needs to continue from it.
+        """
+        self.finish(wait=False)
+        background = self._background
+        if background is None or background.copies is None:
+            return
+        if background.pending:
+            if not self._skips:
+                logger.info(
+                    "the copy of step %d in memory is skipped, as later ones may be, because the save before it is "
+                    "still being written", step,
+                )  # fmt: skip
+            self._skips = True
+            return
+        about = store.describe(self.engine, self.ranks, step=step, **self.about)
+        try:
+            self._seconds = background.keep(
+                lambda snapshot, draft: store.copy(self.engine, snapshot, draft, {**state, "step": step}),
+                step=step, about=about, dense=self._saves_dense,
+            )  # fmt: skip
+        except (OSError, comm.FailedElsewhere) as error:  # on all ranks
+            if isinstance(error, OSError):
+                logger.error("no copy of step %d in memory: %s", step, error)
+
+    @property
+    def _saves_dense(self) -> bool:
+        """Whether checkpoints of compact storage are turned into the dense form."""
+        return self.training.checkpoint_form == "dense" and zero_shards.is_compact(self.engine.module)
+
+    def finish(self, wait: bool = True) -> None:
+        """Wait for the latest save, if it is still being written and `wait` says so."""
+        if self._background is None or (saved := self._background.finish(wait)) is None:
             return
         if saved.error is None:
             self._succeed(saved.step)
@@ -92,6 +141,12 @@ class Saves:
         """Return how long training waited for the latest save; None if there was none since the last call."""
         seconds, self._seconds = self._seconds, None
         return seconds
+
+    def drop_copies(self) -> None:
+        """Remove all copies in memory, on all ranks together, because the run must or need not continue from them."""
+        if self._background is not None and self._background.copies is not None:
+            self._background.copies.newest = None
+            self._memory.clear()
 
     def close(self) -> None:
         """End the process that writes in the background."""
@@ -105,6 +160,8 @@ class Saves:
 
     def _succeed(self, step: int) -> None:
         self._in_a_row = 0
+        if self._background is not None and self._background.copies is not None:
+            self._background.copies.newest = None  # older than the checkpoint: the next copy replaces it
         self._saved(step)
 
     def _fail(self, step: int, error: Exception, final: bool) -> None:
@@ -119,11 +176,51 @@ class Saves:
         self._failed(step, str(error) if isinstance(error, OSError) else "elsewhere")
 
 
+class _Memory:
+    """The copies in memory that this host has of a run.
+
+    Args:
+        out: the folder of the run.
+        ranks: all ranks.
+    """
+
+    def __init__(self, out: Path, ranks: Ranks):
+        self._ranks = ranks
+        self._folder = memory_copies.folder_of(out)
+        self._hosts: list[Any] = [None] * ranks.world_size
+        dist.all_gather_object(self._hosts, memory_copies.host_name(), group=ranks.control)
+
+    def clear(self) -> None:
+        """Remove them, on all ranks together."""
+        self._ranks.any(False)  # none is being written or read
+        if self._hosts.index(self._hosts[self._ranks.rank]) == self._ranks.rank:
+            memory_copies.clear(self._folder)
+        self._ranks.any(False)
+
+    def begin(self, start: int, every: int) -> KeptCopies | None:
+        """Prepare for copies of a start, on all ranks together; return None if that fails, which is logged."""
+        try:
+            self._ranks.agree(lambda: memory_copies.make_folder(self._folder))
+            several = len(set(self._hosts)) > 1
+            copies = KeptCopies(self._folder, start, Ring(self._ranks, self._hosts) if several else None)
+            logger.info(
+                "every %d steps, each host keeps a copy of a checkpoint in %s%s", every, self._folder,
+                ", and one of the host before it" if several else "",
+            )  # fmt: skip
+            return copies
+        except (OSError, comm.FailedElsewhere) as error:
+            if isinstance(error, OSError):
+                logger.error("no copies in memory (training.memory_every): %s", error)
+            return None
+
+
 def _background_saves(engine: Any, ranks: Ranks, training: TrainingConfig) -> BackgroundSaves | None:
     """Return what saves while training continues; None if saves are to block."""
     if not training.async_save:
         return None
     if (why := zero_shards.why_blocking(engine)) is not None:
         logger.info("training waits for each checkpoint to be written: %s", why)
+        if training.memory_every:
+            logger.warning("training.memory_every has no effect: copies in memory need saves that do not block")
         return None
     return BackgroundSaves(ranks)

@@ -29,7 +29,7 @@ from mst_scale.engine.targets import choose_targets
 from mst_scale.errors import CorruptedError, DivergedError
 from mst_scale.flops.budgets import shortened
 from mst_scale.flops.ledger import uncounted_flops
-from mst_scale.pretrain import elastic, resume, storage
+from mst_scale.pretrain import elastic, from_memory, resume, storage
 from mst_scale.pretrain.batches import MicroBatches
 from mst_scale.pretrain.prepare import Prepared, load_checkpoint, prepare
 from mst_scale.pretrain.saving import Saves
@@ -116,7 +116,7 @@ class Run:
         self.saves = Saves(prepared, self._saved, self._save_failed)
         self.verification = Verification(self.engine, self.ranks, self.training.verify_every)
 
-    def _record_event(self, what: str, **more: Any) -> None:
+    def record_event(self, what: str, **more: Any) -> None:
         """Add an event to run.json, and tell operators of it."""
         if self.run_file is not None and self.operations is not None:
             self.run_file.happened(what, **more)
@@ -127,7 +127,7 @@ class Run:
             self.operations.saved(step)
 
     def _save_failed(self, step: int, why: str) -> None:
-        self._record_event("failed save", step=step, why=why)
+        self.record_event("failed save", step=step, why=why)
 
     def record_end(self, how: str) -> None:
         """Record in run.json how this start ends, and tell operators of it."""
@@ -175,14 +175,15 @@ class Run:
         self.record.gather(mst)
         self.record.times.add(kind, time.monotonic() - began, moved=mst.changed_at == mst.step)
         if revived := mst.revived:
-            self._record_event("woke dead units", step=self.step, units=format_counts(revived))
+            self.record_event("woke dead units", step=self.step, units=format_counts(revived))
         last = self.step == t.steps
         logs, evaluates, saves = (
             last or bool(every and self.step % every == 0) for every in (t.log_every, t.eval_every, t.save_every)
         )
+        copies = bool(t.memory_every and self.step % t.memory_every == 0)
         # reading the loss waits for the device, but DeepSpeed's gradient norm has already done so
         asked = self.stop is not None and self.stop.asked
-        verdicts = self.votes.cast(self.step, asked, float(loss), wait=logs or evaluates or saves)
+        verdicts = self.votes.cast(self.step, asked, float(loss), wait=logs or evaluates or saves or copies)
         self._name_straggler()
         for verdict in verdicts:
             if (bad := self._find_step_to_undo(verdict)) is not None and self._roll_back(bad):
@@ -196,6 +197,8 @@ class Run:
         if (saves or stop or changes or pauses) and not self.nonfinite:
             self.record.close()
             self.saves.save(self.step, self._state(), final=stop or last or changes or pauses, universal=changes)
+        elif copies and not self.nonfinite:
+            self.saves.copy(self.step, self._state())
         if self.nonfinite and (stop or last or changes):
             self._raise_if_nonfinite()
         if stop and not last:
@@ -219,7 +222,7 @@ class Run:
             "rank %d (%s) is slow: it computes %.2f s per step where the others compute %.2f s and wait for it",
             *slow,
         )  # fmt: skip
-        self._record_event("straggler", step=self.step, **slow._asdict())
+        self.record_event("straggler", step=self.step, **slow._asdict())
 
     @property
     def pauses(self) -> bool:
@@ -260,7 +263,7 @@ class Run:
         if verdict.nonfinite or not self.spikes.begins(verdict.loss):
             return None
         self.record.say(f"step {verdict.step}: the loss is {verdict.loss:.4f}, a spike (above {threshold:.4f})")
-        self._record_event("spike", step=verdict.step, loss=verdict.loss, bound=threshold)
+        self.record_event("spike", step=verdict.step, loss=verdict.loss, bound=threshold)
         return verdict.step if rolls and self.rollbacks < spike.max_rollbacks else None
 
     def _roll_back(self, bad: int) -> bool:
@@ -271,6 +274,7 @@ class Run:
         """
         self.votes.drain()  # the vote of a step that is undone, too
         self.saves.finish()
+        self.saves.drop_copies()
         tag = store.newest(self.saves.folder, self.ranks, before=bad)
         if tag is not None and not self._stores_alike(self.saves.folder / tag):
             tag = None
@@ -293,7 +297,7 @@ class Run:
         self.skipped = sorted({*self.skipped, *left_out})
         self.rollbacks += 1
         self.nonfinite = 0
-        self._record_event("rolled back", from_step=here, to_step=self.step, skipped=left_out)
+        self.record_event("rolled back", from_step=here, to_step=self.step, skipped=left_out)
         self.record.rewind(self.step, self._tokens())
         self.observer.rewind(self.step)
         self.record.say(f"rolled back to step {self.step}; skipped: batch {', '.join(map(str, left_out))}")
@@ -356,6 +360,7 @@ class Run:
         that, and the launcher does not restart it again.
         """
         self.saves.abandon()
+        self.saves.drop_copies()
         if self.run_file is not None:
             before = self.run_file.starts[-2] if len(self.run_file.starts) > 1 else {}
             again = resume.is_restart() and before.get("how") in DIVERGED and before.get("last_step") == self.step
@@ -369,7 +374,7 @@ class Run:
     def end_corrupted(self, error: CorruptedError) -> NoReturn:
         """End the run on all ranks, each of which has raised the same error, and record what `resume` needs."""
         self.saves.abandon()
-        self._record_event("corrupted", **error.details)
+        self.record_event("corrupted", **error.details)
         self.record_end(CORRUPTED)
         self.ranks.fail(error)
 
@@ -388,13 +393,16 @@ def train(args: argparse.Namespace, experiment: Experiment, out: Path, ranks: Ra
         SystemExit: if the run was asked to stop.
     """
     stop = StopRequest()
+    continued = from_memory.restore(out, args.resume, ranks)
     sizes = ranks.agree(lambda: sizes_of(experiment.deepspeed))
     replicas = resume.initial_replicas(out, ranks, sizes)
     fitted = ranks.agree(lambda: shortened(experiment, replicas))
     module = _train_with_one_engine(args, fitted, out, ranks, starting=starting, stop=stop)
     while module is not None:
         if ranks.any(not zero_shards.is_freed(module)):
-            logger.error("the previous engine was not freed, so its memory stays allocated: something still refers to it")
+            logger.error(
+                "the previous engine was not freed, so its memory stays allocated: something still refers to it"
+            )
         module = _train_with_one_engine(args, fitted, out, ranks, starting=Starting(), stop=stop, continues=True)
     elastic.tell_waiting_ranks()
     ranks.leave()
@@ -413,6 +421,8 @@ def _train_with_one_engine(
     # DeepSpeed changes the config that it is given
     prepared = prepare(copy.deepcopy(experiment), out, ranks, resume_from, branch_from, begins=starting.begins)
     run = Run(prepared, stop, args.stop_at, args.health, command_of(args.on_event))
+    if continued is not None:
+        run.record_event(from_memory.CONTINUED, **continued)
     begun, first = time.monotonic(), run.step
     try:
         if run.pauses and first < run.training.steps:

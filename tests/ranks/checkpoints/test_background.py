@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from mst_scale import snapshot
-from mst_scale.checkpoints import store
-from mst_scale.checkpoints.background import BackgroundSaves
+from mst_scale.checkpoints import memory_copies, store
+from mst_scale.checkpoints.background import BackgroundSaves, KeptCopies
 from mst_scale.comm import Ranks, logger
 from tests.support import pool
 
@@ -271,3 +271,53 @@ def test_a_tag_that_exists_is_written_over_as_deepspeed_does(tmp_path):
     assert sorted(p.name for p in tmp_path.iterdir()) == ["latest", "tag"]
     assert (tmp_path / "tag" / "mst" / "1").read_bytes() == b"2" and (tmp_path / "tag" / "own.json").read_text() == "2"
     assert not (tmp_path / "tag" / "manifest.json").exists()
+
+
+def kept(saves, folder):
+    """Copies in memory: the writer of rank 1 stands still, and later it has no room for a while."""
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    host, first = folder / "run" / "host", saves.ranks.rank == 0
+    saves.copies = KeptCopies(host, 0, None)
+    found = []
+
+    def keep(step):
+        rank, about = saves.ranks.rank, {"tag": store.tag_of(step), "step": step, "ranks": 2, "stage": 1}
+        saves.keep(lambda taken, draft: taken.put(draft / f"{rank}.pt", bytes(100_000)), step=step, about=about)
+
+    def over(wait=True):
+        found.append((saves.finish(wait), saves.pending, saves.copies.newest))
+
+    keep(1)
+    over()
+    if not first:
+        os.kill(saves.process.pid, signal.SIGSTOP)
+    keep(2)
+    over(wait=False)
+    saves.ranks.any(False)
+    os.kill(saves.process.pid, signal.SIGCONT)
+    over()
+    process = saves.process.pid
+    if not first:
+        hard = resource.prlimit(process, resource.RLIMIT_FSIZE)[1]
+        resource.prlimit(process, resource.RLIMIT_FSIZE, (4096, hard))
+    for step in (3, 4):
+        keep(step)
+        over()
+    steps = sorted(copy.step for copy, rank in memory_copies.list_parts(host) if rank == saves.ranks.rank)
+    if not first:
+        resource.prlimit(process, resource.RLIMIT_FSIZE, (hard, hard))
+    keep(5)
+    over()
+    return found, steps, saves.process.pid == process
+
+
+def test_copies_in_memory_that_are_slow_or_have_no_room(tmp_path):
+    results = pool.run(run, 2, str(tmp_path), kept)
+    one, two, five = (store.tag_of(step) for step in (1, 2, 5))
+    for rank, ((found, steps, same_process), text) in enumerate(results):
+        assert found == [
+            (None, False, one), (None, True, one), (None, False, two), (None, False, two), (None, False, two),
+            (None, False, five),
+        ]  # fmt: skip
+        assert same_process and steps == [[2, 4], [2]][rank], "the copy that all ranks have stays"
+        assert "not saved" not in text

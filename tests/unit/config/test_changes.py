@@ -16,6 +16,7 @@ WITHOUT_EFFECT = {
     "model.preset", "model.activation_checkpointing", "data.dir", "training.log_every", "training.eval_every",
     "training.eval_tasks", "training.eval_data", "training.histogram_every", "training.baseline",
     "training.async_save", "training.checkpoint_form", "training.reshape_on_load", "training.verify_every",
+    "training.memory_every",
     "mst.topology.check_every", "mst.topology.track_coverage", "mst.allow_untested",
 }  # fmt: skip
 

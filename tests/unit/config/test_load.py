@@ -268,6 +268,8 @@ def test_model_presets_fill_in_under_the_users_keys():
         ({"zero_optimization": {"reduce_bucket_size": 2**64}}, "zero_optimization.reduce_bucket_size must be a number"),
         ({"training": {"steps": 10, "warmup": 20}}, "training.warmup = 20 steps do not fit in training.steps = 10"),
         ({"training": {"steps": 10, "decay": 11}}, "training.decay = 11 steps do not fit"),
+        ({"training": {"memory_every": 40, "save_every": 20}}, "training.memory_every = 40 makes no copy"),
+        ({"training": {"memory_every": 5, "async_save": False}}, "training.memory_every needs .* training.async_save"),
         ({"data": {"dir": "a\nb"}}, r"data.dir must not contain a line break: 'a\\nb'"),
         ({"data": {"dir": "a\0b"}}, r"data.dir must not contain the character '\\x00'"),
         ({"tensorboard": {"output_path": "a\nb"}}, "tensorboard.output_path must not contain a line break"),

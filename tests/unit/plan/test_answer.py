@@ -65,6 +65,14 @@ def test_the_copy_of_a_checkpoint_takes_host_memory():
     assert format_plan(planned()).count("GB of host memory per GPU hold a checkpoint until it is written") == 1
 
 
+def test_the_copies_of_memory_every_take_host_memory_of_a_node():
+    one, several = (plan(ready("gpt2_small", "training.memory_every=50"), gpus, A100) for gpus in (8, 16))
+    assert one.kept_copies == 2 * 8 * one.memory.snapshot > 0
+    assert several.kept_copies == 4 * 8 * several.memory.snapshot, "and those of a neighbor"
+    assert format_plan(several).count("GB of host memory per node hold copies (training.memory_every)") == 1
+    assert plan(ready("gpt2_small"), 16, A100).kept_copies == 0
+
+
 CONSTANT = ("mst.compute.compact=auto", "mst.sparsity.max=0.96", "mst.targets.lm_head=true")
 
 

@@ -1,0 +1,208 @@
+"""Continues a run from the newest copy that the memory of its hosts has, if no checkpoint on disk is as new.
+
+The ranks look at the parts that their hosts have (`checkpoints.memory_copies`) and choose the newest copy of which
+every part is somewhere. Those that have parts write them into the run's folder, and rank 0 seals them as a checkpoint.
+The run then continues from that as from any other, also on another number of ranks.
+"""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from mst_scale.checkpoints import memory_copies, store
+from mst_scale.checkpoints.memory_copies import PART, Copy
+from mst_scale.comm import FailedElsewhere, Ranks, logger
+from mst_scale.errors import Damaged
+from mst_scale.pretrain import resume
+from mst_scale.run_logging import run_file
+from mst_scale.run_logging.run_file import DIVERGED
+
+CONTINUED = "continued from memory"
+"""The event in run.json."""
+
+
+def restore(out: Path, resume_from: str, ranks: Ranks) -> dict[str, Any] | None:
+    """Make a checkpoint of the newest copy in memory, on all ranks together, if it is newer than those on disk.
+
+    Args:
+        out: the folder of the run.
+        resume_from: the option --resume.
+        ranks: all ranks.
+
+    Returns:
+        What the event `CONTINUED` says; None if there is no such copy.
+    """
+    held = _Held(out, ranks)
+    if not held.copies or ranks.on_first(lambda: resume.effective(resume_from, out)) != "auto":
+        return None
+    checkpoints = out / "checkpoints"
+    verified = ranks.on_first(lambda: run_file.verified(out / "run.json"))
+    reasons = ranks.on_first(lambda: _why_not(out, held.copies, verified))
+    on_disk = _newest_on_disk(checkpoints, held.copies, verified, ranks)
+    for copy in sorted(held.copies, reverse=True):
+        if copy.step <= on_disk:
+            break
+        why = reasons.get(copy)
+        if why is None:
+            began = time.monotonic()
+            why = held.make_checkpoint(copy, checkpoints)
+            if why is None:
+                seconds = time.monotonic() - began
+                logger.info(
+                    "the run continues from memory, at step %d: %s was made in %.1f s of the copy that its hosts have",
+                    copy.step, checkpoints / store.tag_of(copy.step), seconds,
+                )  # fmt: skip
+                return {"step": copy.step, "parts": copy.ranks, "seconds": round(seconds, 3)}
+        logger.warning("the copy of step %d in memory is not used: %s", copy.step, why)
+    return None
+
+
+def _by_copy(held: Iterable[tuple[str, list[tuple[Copy, int]]]]) -> dict[Copy, dict[int, list[str]]]:
+    """Return for each copy the hosts that have the part of a rank."""
+    copies: dict[Copy, dict[int, list[str]]] = {}
+    for host, parts in held:
+        for copy, rank in parts:
+            copies.setdefault(copy, {}).setdefault(rank, []).append(host)
+    return copies
+
+
+def _why_not(out: Path, copies: dict[Copy, dict[int, list[str]]], verified: int | None) -> dict[Copy, str]:
+    """Return the copies from which the run cannot continue, and why.
+
+    Args:
+        out: the folder of the run.
+        copies: for each copy, the hosts that have the part of a rank.
+        verified: after silent corruption, the last step that is known to be older than it.
+    """
+    starts = run_file.read(out / "run.json").get("starts", [])
+    diverged = bool(starts) and starts[-1].get("how") in DIVERGED
+    reasons = {}
+    for copy, parts in copies.items():
+        missing = [rank for rank in range(copy.ranks) if rank not in parts]
+        if copy.start < len(starts) - 1:
+            reasons[copy] = "an earlier start than the last one has made it"
+        elif diverged:
+            reasons[copy] = "the run has diverged soon after it"
+        elif verified is not None and copy.step > verified:
+            reasons[copy] = f"silent corruption was found, and step {verified} is the last verified one"
+        elif missing:
+            reasons[copy] = f"no host has the part of {'rank' if len(missing) == 1 else 'ranks'} {_list_few(missing)}"
+    return reasons
+
+
+def _list_few(numbers: Sequence[int]) -> str:
+    shown = ", ".join(map(str, numbers[:8]))
+    return shown if len(numbers) <= 8 else f"{shown}, … ({len(numbers)} in all)"
+
+
+def _newest_on_disk(folder: Path, copies: Iterable[Copy], verified: int | None, ranks: Ranks) -> int:
+    """Return the step of the newest checkpoint on disk, up to the verified step if there is one; -1 if there is none.
+
+    Files are read only if it matters: whether one that is newer than a copy is undamaged.
+    """
+    steps = [store.step_of(folder / tag) for tag in ranks.on_first(lambda: store.list_tags(folder))]
+    newest = max((step for step in steps if verified is None or step <= verified), default=-1)
+    if newest < max((copy.step for copy in copies if verified is None or copy.step <= verified), default=-1):
+        return newest
+    sound = store.newest(folder, ranks, before=newest + 1)
+    return -1 if sound is None else store.step_of(folder / sound)
+
+
+class _Held:
+    """The parts of copies that the hosts of this start have.
+
+    Args:
+        out: the folder of the run.
+        ranks: all ranks, which create this together.
+
+    Attributes:
+        copies: for each copy, the hosts that have the part of a rank.
+    """
+
+    def __init__(self, out: Path, ranks: Ranks):
+        self._ranks = ranks
+        self._folder = memory_copies.folder_of(out)
+        self._hosts: list[str] = _gather(ranks, memory_copies.host_name())
+        first = self._hosts.index(self._hosts[ranks.rank]) == ranks.rank
+        mine = memory_copies.list_parts(self._folder) if first else []
+        self.copies = _by_copy(zip(self._hosts, _gather(ranks, mine), strict=True))
+
+    def make_checkpoint(self, copy: Copy, checkpoints: Path) -> str | None:
+        """Write the parts of a copy into a draft and seal it, on all ranks together; return why not, if that failed."""
+        final = checkpoints / store.tag_of(copy.step)
+        draft = final.with_name(f"{final.name}.{copy.name}{store.PARTIAL}")
+
+        def begin() -> None:
+            shutil.rmtree(draft, ignore_errors=True)
+            draft.mkdir(parents=True)
+
+        try:
+            self._ranks.on_first(begin)
+            head, files = self._collect(copy, draft)
+            self._ranks.on_first(lambda: _seal(draft, final, head, files), long=True)
+        except (OSError, FailedElsewhere) as error:
+            self._ranks.on_first(lambda: shutil.rmtree(draft, ignore_errors=True))
+            return str(error)
+        return None
+
+    def _collect(self, copy: Copy, draft: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Let each part be written by a rank whose host has it, or if it is damaged there, by one of another host.
+
+        Returns:
+            The manifest of a part, and the digests of all files.
+
+        Raises:
+            OSError: on all ranks, if a part cannot be had from any host.
+        """
+        parts = self.copies[copy]
+        head: dict[str, Any] = {}
+        files: dict[str, Any] = {}
+        errors: dict[int, str] = {}
+        left = set(range(copy.ranks))
+        for attempt in range(max(map(len, parts.values()))):
+            mine = [rank for rank in left if self._reader(rank, parts[rank][attempt:]) == self._ranks.rank]
+            for written in _gather(self._ranks, {rank: self._put_back(copy, rank, draft) for rank in mine}):
+                for rank, found in written.items():
+                    if isinstance(found, str):
+                        errors[rank] = found
+                    else:
+                        head, left = found[0], left - {rank}
+                        files |= found[1]
+        if left:
+            raise OSError("; ".join(errors[rank] for rank in sorted(left)[:3]))
+        return head, files
+
+    def _reader(self, part: int, hosts: list[str]) -> int | None:
+        """Return the rank that writes a part: one of the first of these hosts, whose ranks take turns."""
+        there = [rank for rank, host in enumerate(self._hosts) if host in hosts[:1]]
+        return there[part % len(there)] if there else None
+
+    def _put_back(self, copy: Copy, rank: int, draft: Path) -> tuple[dict[str, Any], dict[str, Any]] | str:
+        part = memory_copies.part_folder(self._folder, store.tag_of(copy.step), rank)
+        try:
+            head, digests = memory_copies.put_back(part, draft)
+        except (OSError, Damaged) as error:
+            return str(error)
+        return {key: value for key, value in head.items() if key != "files"}, digests
+
+
+def _seal(draft: Path, final: Path, head: dict[str, Any], files: dict[str, Any]) -> None:
+    about, more = {key: value for key, value in head.items() if key != PART}, {}
+    if head[PART]["dense"]:
+        from mst_scale.checkpoints.dense_form import make_dense  # imports DeepSpeed
+
+        more = make_dense(draft)
+        files = store.digests_of(draft, store.files_in(draft))
+    store.seal_files(draft, final, {**about, **more, "files": files})
+
+
+def _gather(ranks: Ranks, mine: Any) -> list[Any]:
+    import torch.distributed as dist
+
+    found: list[Any] = [None] * ranks.world_size
+    dist.all_gather_object(found, mine, group=ranks.control)
+    return found

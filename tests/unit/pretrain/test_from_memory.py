@@ -1,0 +1,48 @@
+"""Which copies in memory a run may continue from."""
+
+import json
+
+from mst_scale.checkpoints.memory_copies import Copy
+from mst_scale.pretrain.from_memory import _by_copy, _newest_on_disk, _why_not
+from mst_scale.run_logging.run_file import CORRUPTED, DIVERGED, verified
+
+OLD, NEW = Copy(4, 1, "a", 2), Copy(6, 1, "b", 2)
+
+
+def reasons(tmp_path, copies, *starts, events=()):
+    (tmp_path / "run.json").write_text(json.dumps({"starts": list(starts), "events": list(events)}))
+    return _why_not(tmp_path, copies, verified(tmp_path / "run.json"))
+
+
+def test_parts_of_one_copy_come_from_any_host():
+    copies = _by_copy([("a", [(NEW, 0), (OLD, 0)]), ("a", []), ("b", [(NEW, 1), (NEW, 0)])])
+    assert copies == {NEW: {0: ["a", "b"], 1: ["b"]}, OLD: {0: ["a"]}}
+
+
+def test_why_a_copy_is_not_used(tmp_path):
+    whole = {OLD: {0: ["a"], 1: ["a"]}, NEW: {0: ["a"]}}
+    assert set(reasons(tmp_path, whole, {}, {})) == {NEW}
+    whole[NEW][1] = ["b"]
+    assert reasons(tmp_path, whole, {}, {}) == {}
+    assert reasons(tmp_path, whole) == {}, "a run.json that was lost says nothing against a copy"
+    assert set(reasons(tmp_path, whole, {}, {}, {})) == {OLD, NEW}, "made by a start before the last one"
+    for how in DIVERGED:
+        assert set(reasons(tmp_path, whole, {}, {"how": how})) == {OLD, NEW}
+    corrupted = {"what": "corrupted", "verified": 5}
+    assert set(reasons(tmp_path, whole, {}, {"how": CORRUPTED}, events=[corrupted])) == {NEW}
+    assert reasons(tmp_path, whole, {}, {}, events=[corrupted]) == {}, "long ago"
+
+
+class Alone:
+    """One rank."""
+
+    def on_first(self, run):
+        return run()
+
+
+def test_after_silent_corruption_later_checkpoints_do_not_count(tmp_path):
+    for step in (3, 6):
+        (tmp_path / f"step{step:08d}").mkdir()
+    assert _newest_on_disk(tmp_path, [OLD, Copy(8, 1, "c", 2)], None, Alone()) == 6
+    assert _newest_on_disk(tmp_path, [OLD, Copy(8, 1, "c", 2)], 4, Alone()) == 3
+    assert _newest_on_disk(tmp_path, [OLD], 2, Alone()) == -1
