@@ -393,11 +393,11 @@ def train(args: argparse.Namespace, experiment: Experiment, out: Path, ranks: Ra
         SystemExit: if the run was asked to stop.
     """
     stop = StopRequest()
-    continued = from_memory.restore(out, args.resume, ranks)
+    restored = from_memory.restore(out, args.resume, ranks)
     sizes = ranks.agree(lambda: sizes_of(experiment.deepspeed))
     replicas = resume.initial_replicas(out, ranks, sizes)
     fitted = ranks.agree(lambda: shortened(experiment, replicas))
-    module = _train_with_one_engine(args, fitted, out, ranks, starting=starting, stop=stop)
+    module = _train_with_one_engine(args, fitted, out, ranks, starting=starting, stop=stop, restored=restored)
     while module is not None:
         if ranks.any(not zero_shards.is_freed(module)):
             logger.error(
@@ -410,7 +410,7 @@ def train(args: argparse.Namespace, experiment: Experiment, out: Path, ranks: Ra
 
 def _train_with_one_engine(
     args: argparse.Namespace, experiment: Experiment, out: Path, ranks: Ranks, *, starting: Starting,
-    stop: StopRequest, continues: bool = False,
+    stop: StopRequest, restored: dict[str, Any] | None = None, continues: bool = False,
 ) -> weakref.ref[Any] | None:  # fmt: skip
     """Train until the run ends, or until another engine continues it, as this one may continue one before.
 
@@ -421,8 +421,8 @@ def _train_with_one_engine(
     # DeepSpeed changes the config that it is given
     prepared = prepare(copy.deepcopy(experiment), out, ranks, resume_from, branch_from, begins=starting.begins)
     run = Run(prepared, stop, args.stop_at, args.health, command_of(args.on_event))
-    if continued is not None:
-        run.record_event(from_memory.CONTINUED, **continued)
+    if restored is not None:
+        run.record_event(from_memory.CONTINUED, **restored)
     begun, first = time.monotonic(), run.step
     try:
         if run.pauses and first < run.training.steps:
