@@ -22,8 +22,11 @@ def choose_targets(model: nn.Module, targets: TargetsConfig, frozen: bool = Fals
     Vectors (also those of shape (1, n) or (n, 1, 1)), biases, norms, embeddings and adapters are never included. They
     are recognized by their modules; a parameter that is not a layer's weight, by its name. The head is included if
     `lm_head` is set, even if it is the token embedding. `frozen` includes matrices that are not trained, whose masks
-    are given.
+    are given. Of a pipeline's stage, these are its matrices among those of the whole model.
     """
+    if (whole_model := getattr(model, "whole_model", None)) is not None:
+        names = choose_targets(whole_model(), targets, frozen)
+        return {name: p for name, p in named_parameters(model) if name in names}
     head = _head_of(model)
     if not hasattr(model, "get_output_embeddings") and not targets.lm_head:
         logger.info(

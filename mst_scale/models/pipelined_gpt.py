@@ -24,7 +24,7 @@ from mst_scale.comm import Mesh, logger
 from mst_scale.config.blocks import ModelConfig
 from mst_scale.config.parallel import check_divisible
 from mst_scale.models.cross_entropy import cross_entropy
-from mst_scale.models.gpt import Block, LayerNorm, Product, first_std
+from mst_scale.models.gpt import GPT, Block, LayerNorm, Product, first_std
 from mst_scale.models.initial_weights import draw_seed, initialize
 from mst_scale.tensor_parallel import TensorGroup
 
@@ -91,6 +91,11 @@ class PipelinedGPT(PipelineModule):
         if self.config.tied_head:
             return dict(self.tied_modules.items()).get("wte")
         return next((module for module in self.children() if type(module) is nn.Linear), None)
+
+    def whole_model(self) -> GPT:
+        """Return the GPT of which this is a stage, without values."""
+        with torch.device("meta"):
+            return GPT(self.config)
 
     def logical_name(self, name: str) -> str:
         """Return the GPT's name of `tied_modules.<key>.…` or `<number of the layer>.…`."""
