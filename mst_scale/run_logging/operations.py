@@ -11,6 +11,7 @@ records. The run never waits for the command, and a file that cannot be written 
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shlex
@@ -126,9 +127,13 @@ class Operations:
 
 def _replace(path: Path, text: str) -> None:
     """Write a file that no reader sees half written; it need not survive a crash of the machine."""
-    draft = f"{path}.partial"
-    with open(draft, "w") as file:
-        file.write(text)
+    draft, content = f"{path}.partial", text.encode()
+    file = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)  # `open` would cost as much as the write
+    try:
+        if os.write(file, content) < len(content):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), draft)
+    finally:
+        os.close(file)
     os.replace(draft, path)
 
 
