@@ -174,7 +174,7 @@ class BackgroundSaves:
     def finish(self, wait: bool = True) -> Saved | None:
         """Return what became of the save before, on all ranks together; None if there was none or it is not over.
 
-        None also if it was a copy that stays in memory. The rank on which it failed has logged why. Processes that
+        Also None for a copy that stays in memory. The rank on which it failed has logged why. Processes that
         still write what has failed elsewhere are ended.
 
         Args:

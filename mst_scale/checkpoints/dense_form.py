@@ -1,8 +1,7 @@
 """Turns a compact checkpoint into the dense form, from which every layout and both kinds of storage can continue.
 
 DeepSpeed's files of a compact checkpoint hold only the values of active weights. The dense form is DeepSpeed's
-universal
-layout (`zero_shards.universal`): one file per parameter with its whole matrix, and one per optimizer state.
+universal layout (`zero_shards.universal`): one file per parameter with its whole matrix, and one per optimizer state.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Keeps the copies in memory of one rank: what the process that writes its checkpoints does with a `MemoryJob`.
+"""Keeps the copies of one rank in memory, in the process that writes its checkpoints.
 
-A copy that cannot be kept, here or on another host, is an error in the log and otherwise of no consequence.
+A copy that cannot be kept, here or on another host, is logged as an error and has no other effect.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class MemoryJob:
 
 
 class MemoryWriter:
-    """Keeps the copies in memory of one rank. Of failures one after the other, the first one is logged.
+    """Keeps the copies of one rank in memory. Of consecutive failures, only the first is logged.
 
     Args:
         memory: the file descriptor of the snapshot's memory.
@@ -58,7 +58,7 @@ class MemoryWriter:
                 if self._link.send(job.neighbor, part, job.keep):
                     self._failing.discard("there")
             except OSError as caught:
-                self._log("there", f"step {job.head['step']} is kept in the memory of this host alone: {caught}")
+                self._log("there", f"step {job.head['step']} is kept in the memory of this host only: {caught}")
         return None
 
     def _log(self, what: str, error: str) -> None:

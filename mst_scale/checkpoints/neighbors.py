@@ -4,7 +4,7 @@
 
 Hosts form a ring in the order of their ranks. Each rank opens a port, at which its writer listens, and the ranks tell
 each other all ports and a random key once. A connection is accepted from those that know the key (HMAC), and carries
-JSON and bytes. A neighbor that does not answer, or not for a while, costs its copies and nothing else.
+JSON and bytes. If a neighbor does not answer in time, only its copies are lost.
 """
 
 from __future__ import annotations
@@ -201,7 +201,7 @@ def _keep(messages: Iterator[bytes], folder: Path, head: dict[str, Any], keep: s
     draft = memory_copies.begin_part(folder, head, keep)
     try:
         for name, entry in head["files"].items():
-            (draft / name).parent.mkdir(exist_ok=True)
+            (draft / name).parent.mkdir(parents=True, exist_ok=True)
             digest = hashlib.sha256()
             with (draft / name).open("wb") as file:
                 for _ in range(_messages_of(entry)):

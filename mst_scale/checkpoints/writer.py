@@ -10,8 +10,8 @@ them has given up.
 
 The process ends with the rank that started it (Linux sends it SIGKILL): a writer that goes on alone could rename its
 folder while the next start of the run sweeps it. Nothing half-written is ever taken for a checkpoint, because only the
-rename gives a folder its name. A copy in memory (`MemoryJob`) is not of concern to other ranks, except to the one on
-another host that keeps it, too; which copies are complete is found out by the start that needs one.
+rename gives a folder its name. For a copy in memory (`MemoryJob`), ranks do not wait for each other: the start that
+needs one finds out which copies are complete.
 """
 
 from __future__ import annotations

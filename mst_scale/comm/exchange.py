@@ -147,7 +147,7 @@ class Stages:
         self.group, self._exchange = group, Exchange(group)
 
     def each(self, mine: T) -> list[T]:
-        """Return what each stage has, in their order."""
+        """Gather one value of each stage, in the order of the stages."""
         return self._exchange.all(mine)
 
     def agree(self, run: Callable[[], T]) -> T:

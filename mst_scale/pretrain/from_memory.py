@@ -1,8 +1,8 @@
-"""Continues a run from the newest copy that the memory of its hosts has, if no checkpoint on disk is as new.
+"""Continues a run from the newest copy in the memory of its hosts, if no checkpoint on disk is as new.
 
-The ranks look at the parts that their hosts have (`checkpoints.memory_copies`) and choose the newest copy of which
-every part is somewhere. Those that have parts write them into the run's folder, and rank 0 seals them as a checkpoint.
-The run then continues from that as from any other, also on another number of ranks.
+The ranks list the parts on their hosts (`checkpoints.memory_copies`) and choose the newest copy whose parts are all
+present on some host. Ranks with parts write them into the run's folder, and rank 0 seals them as a checkpoint. The run
+then continues from it as from any other, also on another number of ranks.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def restore(out: Path, resume_from: str, ranks: Ranks) -> dict[str, Any] | None:
             if why is None:
                 seconds = time.monotonic() - began
                 logger.info(
-                    "the run continues from memory, at step %d: %s was made in %.1f s of the copy that its hosts have",
+                    "the run continues from memory, at step %d: the copy on its hosts was written to %s in %.1f s",
                     copy.step, checkpoints / store.tag_of(copy.step), seconds,
                 )  # fmt: skip
                 return {"step": copy.step, "parts": copy.ranks, "seconds": round(seconds, 3)}
@@ -84,11 +84,11 @@ def _why_not(out: Path, copies: dict[Copy, dict[int, list[str]]], verified: int 
     for copy, parts in copies.items():
         missing = [rank for rank in range(copy.ranks) if rank not in parts]
         if copy.start < len(starts) - 1:
-            reasons[copy] = "an earlier start than the last one has made it"
+            reasons[copy] = "it was made before the last start of the run"
         elif diverged:
-            reasons[copy] = "the run has diverged soon after it"
+            reasons[copy] = "the run diverged soon after it"
         elif verified is not None and copy.step > verified:
-            reasons[copy] = f"silent corruption was found, and step {verified} is the last verified one"
+            reasons[copy] = f"silent corruption was found, and the last verified step is {verified}"
         elif missing:
             reasons[copy] = f"no host has the part of {'rank' if len(missing) == 1 else 'ranks'} {_list_few(missing)}"
     return reasons

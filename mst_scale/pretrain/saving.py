@@ -2,7 +2,7 @@
 
 A save that fails in the middle of a run is reported and tried again when the next one is due, however often that
 happens: what the run has learned since is only in its memory. One without which the run cannot continue ends it.
-A copy in memory that fails is of no consequence.
+A copy in memory that fails is logged and has no other effect.
 """
 
 from __future__ import annotations
@@ -107,8 +107,8 @@ class Saves:
         if background.pending:
             if not self._skips:
                 logger.info(
-                    "the copy of step %d in memory is skipped, as later ones may be, because the save before it is "
-                    "still being written", step,
+                    "the copy of step %d in memory is skipped, because the previous save is still being written "
+                    "(later skipped copies are not logged)", step,
                 )  # fmt: skip
             self._skips = True
             return

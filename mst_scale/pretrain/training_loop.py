@@ -412,10 +412,10 @@ def _train_with_one_engine(
     args: argparse.Namespace, experiment: Experiment, out: Path, ranks: Ranks, *, starting: Starting,
     stop: StopRequest, restored: dict[str, Any] | None = None, continues: bool = False,
 ) -> weakref.ref[Any] | None:  # fmt: skip
-    """Train until the run ends, or until another engine continues it, as this one may continue one before.
+    """Train with one engine, until the run ends or its storage changes.
 
     Returns:
-        A reference to the module of the engine if another one continues; None if the run has ended.
+        A reference to the engine's module if another engine has to continue; None if the run has ended.
     """
     resume_from, branch_from = ("auto", None) if continues else (args.resume, args.branch_decay_from)
     # DeepSpeed changes the config that it is given

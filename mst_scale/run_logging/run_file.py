@@ -40,7 +40,7 @@ class RunFile:
         before = read(path)
         if not before and path.is_file():
             os.replace(path, aside := path.with_name(f"{path.name}.damaged"))
-            logger.error("%s cannot be read: it is kept as %s, and its record begins again", path, aside.name)
+            logger.error("%s cannot be read: it is kept as %s, and a new one is begun", path, aside.name)
         self.starts = [*before.get("starts", []), start]
         self.events: list[dict[str, Any]] = before.get("events", [])
         self.config = config

@@ -18,7 +18,7 @@ MODEL = {"seq_length": 8, "vocab_size": 61, "n_embd": 24}  # two blocks on the f
 
 
 def config(layout: Layout, kind: str, micro_batches: int, **more: Any) -> dict[str, Any]:
-    """A config of one sparsity, with so many micro-batches per replica and the tied head among the targets."""
+    """A config of constant sparsity with a number of micro-batches per replica; the tied head is a target."""
     targets = more.pop("targets", {"lm_head": True})
     sizes = {
         "train_micro_batch_size_per_gpu": cut_models.MICRO,

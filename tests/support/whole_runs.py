@@ -20,6 +20,17 @@ MST = {
     "topology": {"interval": 2, "check_every": 3},
     "attention": {"pattern": "strided", "stride": 8},
 }
+# compact storage from the first step to the last
+COMPACT = {
+    "mst": {
+        "method": "rigl",
+        "sparsity": {"max": 0.8},
+        "topology": {"interval": 3},
+        "targets": {"lm_head": True},
+        "compute": {"backend": "dense", "compact": "auto"},
+    },
+    "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "torch_adam": True}},
+}
 TIMES = ("seconds", "tokens_per_s", "step_ms", "save_s", "peak_memory_bytes", "state_bytes", "comm_bytes")
 
 

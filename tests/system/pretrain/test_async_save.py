@@ -12,20 +12,10 @@ import torch
 
 from mst_scale.checkpoints import store
 from tests.support import forked, pool, tiny_run
-from tests.support.whole_runs import MST, arguments, attempt, logged_attempt, weights, without_times
+from tests.support.whole_runs import COMPACT, MST, arguments, attempt, logged_attempt, weights, without_times
 
 pytestmark = pytest.mark.full
 
-COMPACT = {
-    "mst": {
-        "method": "rigl",
-        "sparsity": {"max": 0.8},
-        "topology": {"interval": 3},
-        "targets": {"lm_head": True},
-        "compute": {"backend": "dense", "compact": "auto"},
-    },
-    "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "torch_adam": True}},
-}
 CASES = {
     "stage 0": ({"mst": MST, "zero_optimization": {"stage": 0}}, "dense"),
     "stage 1": ({"mst": MST, "zero_optimization": {"stage": 1}}, "dense"),

@@ -112,7 +112,7 @@ def test_each_damaged_file_has_a_defined_outcome(tmp_path, peace, what):
     if what == "masks":
         assert "step00000021 is damaged" in text and "from step 14" in text
     elif what == "run.json":
-        assert "its record begins again" in text and (out / "run.json.damaged").stat().st_size == 100
+        assert "a new one is begun" in text and (out / "run.json.damaged").stat().st_size == 100
         assert len(json.loads((out / "run.json").read_text())["starts"]) == 1
     elif what == "metrics":
         lines = (out / "metrics.jsonl").read_text().splitlines()

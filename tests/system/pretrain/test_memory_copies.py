@@ -15,22 +15,12 @@ import torch
 from mst_scale.checkpoints import memory_copies, store
 from mst_scale.run_logging.run_file import DIVERGED
 from tests.support import forked, pool, tiny_run
-from tests.support.whole_runs import MST, arguments, attempt, logged_attempt, weights, without_times
+from tests.support.whole_runs import COMPACT, MST, arguments, attempt, logged_attempt, weights, without_times
 from tests.system.pretrain.test_verification import FLIPPED_AT, flipped
 
 pytestmark = pytest.mark.full
 
 COPIES = {"memory_every": 3, "save_every": 8}
-COMPACT = {
-    "mst": {
-        "method": "rigl",
-        "sparsity": {"max": 0.8},
-        "topology": {"interval": 3},
-        "targets": {"lm_head": True},
-        "compute": {"backend": "dense", "compact": "auto"},
-    },
-    "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "torch_adam": True}},
-}
 CASES = {
     "dense, stage 0": {"zero_optimization": {"stage": 0}},
     "stage 1": {"mst": MST, "zero_optimization": {"stage": 1}},
@@ -267,7 +257,7 @@ def test_a_killed_writer_costs_a_copy_and_nothing_else(tmp_path, folder, undistu
 def test_copies_that_the_last_start_has_not_made_are_not_used(tmp_path, folder, undisturbed):
     """Nor are those of a run that has diverged."""
     argv, out = arguments(tmp_path, training=COPIES, **CASES["stage 1"]), tmp_path / "out"
-    for how, why in ((None, "an earlier start than the last one has made it"), (DIVERGED[0], "the run has diverged")):
+    for how, why in ((None, "before the last start"), (DIVERGED[0], "the run diverged")):
         killed(tmp_path, argv, 6, lambda: parts(folder, 6) == [0, 1])
         record = record_of(out)
         record["starts"] += [record["starts"][-1]] if how is None else []
