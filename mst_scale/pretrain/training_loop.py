@@ -7,7 +7,6 @@ depend on the number of the step, never on the state of a generator. This is why
 from __future__ import annotations
 
 import argparse
-import copy
 import functools
 import signal
 import time
@@ -418,8 +417,7 @@ def _train_with_one_engine(
         A reference to the engine's module if another engine has to continue; None if the run has ended.
     """
     resume_from, branch_from = ("auto", None) if continues else (args.resume, args.branch_decay_from)
-    # DeepSpeed changes the config that it is given
-    prepared = prepare(copy.deepcopy(experiment), out, ranks, resume_from, branch_from, begins=starting.begins)
+    prepared = prepare(experiment, out, ranks, resume_from, branch_from, begins=starting.begins)
     run = Run(prepared, stop, args.stop_at, args.health, command_of(args.on_event))
     if restored is not None:
         run.record_event(from_memory.CONTINUED, **restored)
