@@ -8,6 +8,7 @@ import weakref
 from typing import Any
 
 from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.runtime.zero import parameter_offload
 from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
 
@@ -15,12 +16,15 @@ from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedPara
 def release(engine: Any) -> weakref.ref[Any]:
     """Remove an engine from what DeepSpeed keeps in the process; afterwards it cannot be used.
 
-    At ZeRO-3, a stack of modules and the cache of a method would keep the model alive after `engine.destroy`.
+    After `engine.destroy`, the model would be kept alive at ZeRO-3 by a stack of modules and the cache of a method, and
+    in a pipeline by the autograd graph of the last micro-batch, whose references Python's collector does not see.
 
     Returns:
         A reference for `is_freed`, to be asked when the caller has dropped the engine and everything that refers to it.
     """
     engine.destroy()
+    if isinstance(engine, PipelineEngine):
+        engine.pipe_buffers, engine.loss = {}, None
     parameter_offload.FWD_MODULE_STACK.clear()
     for method in vars(PartitionedParameterCoordinator).values():
         for cell in getattr(method, "__closure__", None) or ():  # DeepSpeed's decorators wrap the cached function
