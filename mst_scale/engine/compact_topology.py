@@ -8,6 +8,7 @@ and moments move to their new places. The number of active weights stays as it i
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -93,12 +94,14 @@ class CompactTopology(Topology):
         """Gradients of whole matrices whose backward pass has not come to their last use yet."""
         self._tied: dict[int, Tensor] = {}
         """Gradients of whole matrices that other stages of a pipeline hold too, of the micro-batches so far."""
+        # a strong reference would keep the engine alive for ever: Python's collector does not see these hooks
+        keep = weakref.WeakMethod(self._keep_tied_gradient)
         for i, (index, parameter) in enumerate(zip(self.store.index, self.store.parameters, strict=True)):
             if index is None or not parameter.requires_grad:
                 continue
             # a load broadcasts tied parameters between stages, and torch then drops hooks of the other kind
             if i in self.store.tied:
-                parameter.register_post_accumulate_grad_hook(functools.partial(self._keep_tied_gradient, i))
+                parameter.register_post_accumulate_grad_hook(functools.partial(_call, keep, i))
             else:
                 parameter.register_hook(functools.partial(self._reduce_dense_gradient, i))
         if sparsity is None:  # given masks have as many as they have
@@ -259,6 +262,11 @@ class CompactTopology(Topology):
         for i, index in enumerate(self.store.index):
             if index is not None:
                 index.replace(_positions_of(self._masks[i], self.state.exchange.of[i]))
+
+
+def _call(method: weakref.WeakMethod[Any], i: int, parameter: Tensor) -> None:
+    if (alive := method()) is not None:
+        alive(i, parameter)
 
 
 def _positions_of(mask: Any, exchange: Any) -> Tensor:
