@@ -84,6 +84,6 @@ def test_the_page_has_both_sides_and_a_book_is_read_again(tmp_path):
 @pytest.mark.parametrize("side", segment.SIDES)
 def test_a_job_gets_through_a_killed_rank(tmp_path, side):
     setting = Setting(goodput.config(tmp_path), interval=40, timeout=1, outage=1, rate=4e6)
-    found = segment.run(side, "rank killed", tmp_path / "job", setting, every=5, seed=1)
+    found = segment.run(side, "rank killed", tmp_path / "job", setting, every=20, seed=1)
     assert found["steps"] >= 40 and found["rewinds"] == 1 and 1 <= found["repeated"] <= 30
     assert found["silence_s"] > 10 * found["step_s"] and found["starts"] == 1
