@@ -94,6 +94,8 @@ def end(error: BaseException, on_all_ranks: bool = False) -> NoReturn:
     """
     if variable := {2: "MST_REFUSED", 3: "MST_DIVERGED", 4: "MST_CORRUPTED"}.get(exit_code(error)):
         tell_launcher(variable)
+        if isinstance(error, CorruptedError) and error.decided and launched_rank() == 0:  # all ranks have this error
+            report_failed(*error.ranks)
     elif not isinstance(error, FailedElsewhere):
         report_failed(launched_rank())
     silent = isinstance(error, FailedElsewhere) or (isinstance(error, SharedMistake) and launched_rank() != 0)
@@ -126,14 +128,14 @@ def tell_launcher(variable: str) -> None:
             logger.error("cannot write %s (%s): the launcher does not know how the run ended", name, error)
 
 
-def report_failed(rank: int) -> None:
-    """Add the number of a rank that has failed, or was lost, to the file that MST_FAILED names.
+def report_failed(*ranks: int) -> None:
+    """Add the numbers of ranks that have failed, or were lost, to the file that MST_FAILED names.
 
     The launcher of an elastic run leaves out the place of a rank that fails again and again.
     """
     if name := os.environ.get("MST_FAILED"):
         with contextlib.suppress(OSError), open(name, "a") as file:
-            file.write(f"{rank}\n")
+            file.writelines(f"{rank}\n" for rank in ranks)
 
 
 def end_with_launcher() -> None:

@@ -17,7 +17,7 @@ from pathlib import Path
 from mst_scale.config import Experiment
 from mst_scale.config.parallel import sizes_of
 from mst_scale.errors import UserError
-from mst_scale.launch.restarts import healthy_seconds
+from mst_scale.launch.restarts import CORRUPTED, healthy_seconds
 from mst_scale.launch.supervisor import Reports, Supervisor, say
 from mst_scale.pretrain.elastic import batch_of, can_train, check_elastic
 from mst_scale.pretrain.start import output_folder, parse_arguments, read_experiment
@@ -156,7 +156,7 @@ class Places:
         Args:
             ranks: The ranks that have failed by themselves, as far as it is known.
             used: The places of the start.
-            soon: Whether the start has failed so soon that the cause may be that of the failure before.
+            soon: Whether the cause may be that of the failure before: the start has failed early, or values were wrong.
         """
         place = used[ranks[0]] if len(set(ranks)) == 1 and ranks[0] < len(used) else None
         if soon and place is not None and place == self._suspect:
@@ -236,5 +236,6 @@ def keep_changing(supervisor: Supervisor, places: Places, start: Callable[[list[
             # whatever the code: ranks that were still starting have ended without a save
             os.environ[RESIZED] = str(int(os.environ.get(RESIZED) or 0) + 1)
         if code not in (0, *NOT_A_CHANGE):
-            places.failed(reports.failed_ranks(), taken, soon=time.monotonic() - began < healthy_seconds())
+            soon = code == CORRUPTED or time.monotonic() - began < healthy_seconds()
+            places.failed(reports.failed_ranks(), taken, soon)
         return code

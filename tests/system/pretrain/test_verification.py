@@ -1,6 +1,7 @@
 """`pretrain` with `training.verify_every`: a flipped bit ends it with exit code 4, and it continues from before."""
 
 import json
+import os
 
 import pytest
 import torch
@@ -26,6 +27,7 @@ def flipped(rank, world, argv, name):
             value.data.view(-1).view(torch.uint8)[9] ^= 1 << 3
 
     Run.advance = disturbed
+    os.environ["MST_FAILED"] = argv[argv.index("--out") + 1] + ".failed"  # as a launcher does
     try:
         return attempt(rank, world, argv)
     finally:
@@ -50,6 +52,7 @@ def test_a_run_continues_from_before_the_flip_and_ends_as_if_it_had_not_been(tmp
     assert "rank 1 (" in said and name in said and f"corrupted at step {FLIPPED_AT}" in said
     out = tmp_path / "out"
     assert record_of(out)["starts"][-1]["how"] == CORRUPTED
+    assert out.with_name("out.failed").read_text() == "1\n", "the launcher learns which rank it was"
     events = map(json.loads, (out / "events.jsonl").read_text().splitlines())
     (event,) = [one for one in events if one["event"] == "corrupted"]
     expected = {"kind": "memory", "ranks": [1], "step": FLIPPED_AT, "verified": 4, "decided": True}

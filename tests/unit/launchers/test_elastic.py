@@ -15,6 +15,7 @@ from mst_scale.config import load
 from mst_scale.config.deepspeed import batch_shape
 from mst_scale.errors import UserError
 from mst_scale.launch.elastic import RESIZED, Allowed, Places, allowed, keep_changing
+from mst_scale.launch.restarts import CORRUPTED
 from mst_scale.pretrain import elastic
 from mst_scale.pretrain.batches import Share
 from tests.support import tiny_run
@@ -219,6 +220,18 @@ def test_a_change_starts_again_and_a_failure_does_not(places, monkeypatch):
     assert keep_changing(Ended(), places, start) == 1
     assert starts == [(4, None), (1, "1"), (2, "2")]
     assert places._suspect == "1"
+
+
+def test_a_place_with_wrong_values_in_two_starts_is_left_out_however_long_they_were(places, monkeypatch, capsys):
+    monkeypatch.setenv("MST_HEALTHY", "0")
+
+    def start(taken):
+        with open(os.environ["MST_FAILED"], "w") as file:
+            file.write("1\n")
+        return CORRUPTED
+
+    assert [keep_changing(Ended(), places, start) for _ in range(2)] == [CORRUPTED] * 2
+    assert "1" not in places.take() and "GPU 1 has failed 2 times in a row" in capsys.readouterr().err
 
 
 def test_a_run_that_finishes_while_its_ranks_are_to_change_is_finished(places):
