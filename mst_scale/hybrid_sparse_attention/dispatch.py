@@ -71,7 +71,6 @@ def attention(  # noqa: PLR0917  (the public signature)
     return _operator(backend)(q, k, v, pattern=pattern, causal=causal)
 
 
-@torch.compiler.assume_constant_result  # decided while torch.compile traces: a function of constants
 def select(  # noqa: PLR0917
     backend: str, device: str, dtype: torch.dtype, head_dim: int, dense: bool, small: bool
 ) -> str:
@@ -88,6 +87,11 @@ def select(  # noqa: PLR0917
     elif (reason := unsupported_reason(backend, device, dtype, head_dim, dense)) is not None:
         raise UserError(f"attention backend {backend!r} cannot run here: {reason}")
     return backend
+
+
+# Decided while torch.compile traces: a function of constants. This is what torch.compiler.assume_constant_result does,
+# which takes 1.4 s at each start of a process because it imports the compiler.
+select._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def choose(device: str, dtype: torch.dtype, head_dim: int, dense: bool, small: bool) -> tuple[str, str]:

@@ -1,5 +1,6 @@
 """Imports and compiled operators that take every rank of a test seconds: loaded once, before ranks are forked."""
 
+import torch._dynamo  # noqa: F401  (the first step of an optimizer of torch imports it)
 from deepspeed.accelerator import get_accelerator
 from transformers import BertForMaskedLM, GPT2LMHeadModel, LlamaForCausalLM, Trainer  # noqa: F401
 

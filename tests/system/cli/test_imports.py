@@ -22,6 +22,8 @@ for words in json.loads(sys.argv[1]):
     found[" ".join(words[:1])] = [name for name in json.loads(sys.argv[2]) if name in sys.modules]
 import mst_scale.pretrain.start
 found["pretrain"] = [name for name in json.loads(sys.argv[2]) if name in sys.modules]
+import mst_scale.pretrain.training_loop
+found["training"] = [name for name in json.loads(sys.argv[2]) if name in sys.modules]
 print(json.dumps(found))
 """
 
@@ -41,6 +43,7 @@ def test_the_imports_of_each_command(tmp_path):
         ["flops", "--config", "gpt2_small"],
         ["plan", "--config", "gpt2_small", "--gpus", "1"],
     )
+    assert light.pop("training") == ["numpy", "torch", "deepspeed"], "no compiler, which takes as long as torch"
     assert light == {name: [] for name in ("--version", "--help", "flops", "plan", "pretrain")}
     read = imported(["report", str(tmp_path / "nowhere")], ["inspect", folder])
     assert read["report"] == ["numpy", "matplotlib"]

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from mst_scale.checkpoints import store
-from tests.support import forked, pool, tiny_run
-from tests.support.whole_runs import COMPACT, MST, arguments, attempt, logged_attempt, weights, without_times
+from tests.support import forked, pool, tiny_run, whole_runs
+from tests.support.whole_runs import COMPACT, MST, attempt, logged_attempt, weights, without_times
 
 pytestmark = pytest.mark.full
 
@@ -24,6 +24,9 @@ CASES = {
     "compact storage, dense form": ({**COMPACT, "zero_optimization": {"stage": 2}}, "dense"),
     "compact storage, compact form": ({**COMPACT, "zero_optimization": {"stage": 3}}, "compact"),
 }
+
+
+arguments = functools.partial(whole_runs.arguments, training={"async_save": True})
 
 
 def digests(out: Path, tag: str) -> dict[str, str]:

@@ -18,12 +18,12 @@ from mst_scale.checkpoints import store
 from mst_scale.errors import UserError
 from mst_scale.pretrain import start, training_loop
 from mst_scale.pretrain.batches import MicroBatches
-from tests.support import pool, tiny_run
+from tests.support import pool, tiny_run, whole_runs
 from tests.support.whole_runs import MST, attempt, logged_attempt
 
 
 def arguments(folder: Path, *more: str, **blocks) -> list[str]:
-    return ["--deepspeed_config", str(tiny_run.config(folder, **blocks)), "--out", str(folder / "out"), *more]
+    return whole_runs.arguments(folder, "out", *more, **blocks)
 
 
 @pytest.fixture(autouse=True)
@@ -423,7 +423,7 @@ def fill_up(rank: int, world: int, argv: list[str], out: str, limit: int) -> tup
 
     store.save = save
     try:
-        code, text = attempt(rank, world, [*argv, "--set", "training.async_save=false"])
+        code, text = attempt(rank, world, argv)
     finally:
         store.save = inner
         resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))

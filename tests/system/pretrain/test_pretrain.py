@@ -176,7 +176,7 @@ def hold_in_save(started: str) -> None:
 
 def test_killed_at_several_moments_and_resumed_bit_for_bit(tmp_path, undisturbed):
     argv, out, held, saving = (
-        arguments(tmp_path, mst=MST, training={"async_save": False}),
+        arguments(tmp_path, mst=MST),
         tmp_path / "out",
         tmp_path / "held",
         tmp_path / "saving",

@@ -15,7 +15,7 @@ import torch
 from mst_scale.checkpoints import store
 from mst_scale.zero_shards import compact_files
 from tests.support import pool, tiny_run
-from tests.support.whole_runs import arguments, attempt, weights, without_times
+from tests.support.whole_runs import arguments, logged_attempt, weights, without_times
 
 pytestmark = pytest.mark.full
 
@@ -56,8 +56,7 @@ def dense(tmp_path_factory):
     def trained(ranks, stage):
         folder = tmp_path_factory.mktemp(f"dense-{ranks}-{stage}")
         more = ONE_MICRO_BATCH if stage == 0 else ()
-        said = pool.run(attempt, ranks, arguments(folder, "out", *stored("off", stage), *more, **RUN))
-        assert all(code == 0 for code, _ in said), said
+        run_here(ranks, folder, "out", "off", stage, *more)
         return folder / "out"
 
     return trained
@@ -66,7 +65,7 @@ def dense(tmp_path_factory):
 def begin(folder, out, launcher, compact, stage=1, *more):
     command = [word.format(port=tiny_run.free_port()) for word in LAUNCHERS[launcher]]
     return subprocess.Popen(
-        [*command, *arguments(folder, out, *stored(compact, stage), *more, **RUN)],
+        [*command, *arguments(folder, out, *stored(compact, stage), "--set", "training.async_save=true", *more, **RUN)],
         env=tiny_run.environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
         start_new_session=True,
     )  # fmt: skip
@@ -80,6 +79,13 @@ def end(process):
 
 def run(*how):
     return end(begin(*how))
+
+
+def run_here(ranks, folder, out, compact, stage, *more):
+    """The same in processes that have imported everything; return what rank 0 logged."""
+    said = pool.run(logged_attempt, ranks, arguments(folder, out, *stored(compact, stage), *more, **RUN))
+    assert all(code == 0 for code, _ in said), said
+    return said[0][1]
 
 
 def assert_same(one, other):
@@ -117,9 +123,8 @@ PIPELINE = ("model.n_layer=2", "mst.targets.lm_head=true", "pipeline.stages=2")
 def test_a_pipeline_ends_bit_for_bit_as_with_dense_storage(tmp_path, stage, form):
     """With the head tied across its two stages; it also resumes from its compact steps, there and on one rank."""
     keys = [word for key in (*PIPELINE, f"training.checkpoint_form={form}") for word in ("--set", key)]
-    said = pool.run(attempt, 2, arguments(tmp_path, "dense", *stored("off", stage), *keys, **RUN))
-    assert all(code == 0 for code, _ in said), said
-    assert "was not freed" not in run(tmp_path, "compact", "torchrun", "auto", stage, *keys)
+    run_here(2, tmp_path, "dense", "off", stage, *keys)
+    assert "was not freed" not in run_here(2, tmp_path, "compact", "auto", stage, *keys)
     assert_same(tmp_path / "compact", tmp_path / "dense")
     starts = json.loads((tmp_path / "compact" / "run.json").read_text())["starts"]
     assert [start["how"] for start in starts] == ["continued with another storage"] * 2 + ["finished"]
@@ -130,9 +135,9 @@ def test_a_pipeline_ends_bit_for_bit_as_with_dense_storage(tmp_path, stage, form
     assert compact_files.file_of(tmp_path / "compact" / "checkpoints" / half).is_file() == (form == "compact")
     for out in ("again", "alone"):
         shutil.copytree(tmp_path / "compact", tmp_path / out)
-    run(tmp_path, "again", "torchrun", "auto", stage, *keys, "--resume", half)
+    run_here(2, tmp_path, "again", "auto", stage, *keys, "--resume", half)
     assert_same(tmp_path / "again", tmp_path / "dense")
-    run(tmp_path, "alone", "python", "auto", stage, *keys, "--set", "pipeline.stages=1", "--resume", half)
+    run_here(1, tmp_path, "alone", "auto", stage, *keys, "--set", "pipeline.stages=1", "--resume", half)
     for mine, theirs in zip(tiny_run.rows(tmp_path / "alone"), rows[1], strict=True):
         assert mine["loss"] == pytest.approx(theirs["loss"], rel=1e-3) and mine["sparsity"] == theirs["sparsity"]
 
@@ -143,7 +148,7 @@ def test_killed_in_its_compact_steps_it_continues_compact(tmp_path, dense):
     os.killpg(process.pid, signal.SIGKILL)
     process.wait()
     assert compact_files.file_of(tmp_path / "killed" / "checkpoints" / store.tag_of(50)).is_file()
-    run(tmp_path, "killed", "torchrun", "auto", 2, "--set", "training.checkpoint_form=compact")
+    run_here(2, tmp_path, "killed", "auto", 2, "--set", "training.checkpoint_form=compact")
     mine, theirs = (weights(out, store.tag_of(STEPS)) for out in (tmp_path / "killed", dense(2, 2)))
     assert all(torch.equal(value, theirs[key]) for key, value in mine.items())
 
@@ -151,11 +156,11 @@ def test_killed_in_its_compact_steps_it_continues_compact(tmp_path, dense):
 def test_a_checkpoint_of_dense_storage_continues_compact_and_the_reverse(tmp_path, dense):
     shutil.copytree(dense(1, 1), tmp_path / "compact")
     folder = dense(1, 1).parent  # of the same corpus
-    said = run(folder, tmp_path / "compact", "python", "auto", 1, "--resume", store.tag_of(50))
+    said = run_here(1, folder, tmp_path / "compact", "auto", 1, "--resume", store.tag_of(50))
     assert "stores whole matrices" in said and ": creating a copy" in said
     assert_same(tmp_path / "compact", dense(1, 1))
     shutil.copytree(tmp_path / "compact", tmp_path / "again")
-    run(folder, tmp_path / "again", "python", "off", 1, "--resume", store.tag_of(75))
+    run_here(1, folder, tmp_path / "again", "off", 1, "--resume", store.tag_of(75))
     assert_same(tmp_path / "again", dense(1, 1))
 
 
@@ -181,7 +186,7 @@ def test_a_run_that_stops_at_a_border_continues_there(tmp_path, dense):
     for _ in range(2):
         said = run(tmp_path, "out", "python", "auto", 1, "--stop-at", "10")
         assert "step 10 is saved, and the run stops here" in said
-    run(tmp_path, "out", "python", "auto")
+    run_here(1, tmp_path, "out", "auto", 1)
     assert_same(tmp_path / "out", dense(1, 1))
     starts = json.loads((tmp_path / "out" / "run.json").read_text())["starts"]
     assert starts[-3]["from_step"] == 10

@@ -40,7 +40,7 @@ def troubled(rank, world, argv, trouble, calls):
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     store._write = before_writing
     try:
-        return logged_attempt(rank, world, [*argv, "--set", "training.async_save=false"])
+        return logged_attempt(rank, world, argv)
     finally:
         store._write = write
 
