@@ -1,5 +1,7 @@
 """Imports and compiled operators that take every rank of a test seconds: loaded once, before ranks are forked."""
 
+import gc
+
 import torch._dynamo  # noqa: F401  (the first step of an optimizer of torch imports it)
 from deepspeed.accelerator import get_accelerator
 from transformers import BertForMaskedLM, GPT2LMHeadModel, LlamaForCausalLM, Trainer  # noqa: F401
@@ -10,3 +12,4 @@ from tests.support import tiny_run  # noqa: F401
 
 for name in ("FusedAdamBuilder", "CPUAdamBuilder", "ShareMemCommBuilder"):
     get_accelerator().create_op_builder(name).load()
+gc.freeze()  # DeepSpeed collects garbage at each start of ZeRO-3: all of this would be looked at each time
