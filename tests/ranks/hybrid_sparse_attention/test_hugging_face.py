@@ -135,10 +135,11 @@ def train(rank, world, make, more):
     handler.emit = lambda record: said.append(f"{record.levelname} {record.getMessage()}")
     logger = logging.getLogger("mst_scale")
     logger.addHandler(handler)
-    level, logger.level = logger.level, logging.INFO
+    level = logger.level
+    logger.setLevel(logging.INFO)  # and not an assignment, which does not clear what the logger has cached
     engine, *_ = mst_scale.initialize(model=make(**more), config=config)
     logger.removeHandler(handler)
-    logger.level = level
+    logger.setLevel(level)
     text = torch.arange(8 * LENGTH).view(8, LENGTH) % 7
     losses, patterns = [], []
     for _ in range(12):
