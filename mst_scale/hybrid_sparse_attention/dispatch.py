@@ -89,8 +89,8 @@ def select(  # noqa: PLR0917
     return backend
 
 
-# Decided while torch.compile traces: a function of constants. This is what torch.compiler.assume_constant_result does,
-# which takes 1.4 s at each start of a process because it imports the compiler.
+# torch.compile evaluates `select` while it traces, because the result depends only on constants. This is all that
+# torch.compiler.assume_constant_result does, but calling it imports the compiler, which takes 1.4 s in each process.
 select._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 

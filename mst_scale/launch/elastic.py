@@ -156,7 +156,7 @@ class Places:
         Args:
             ranks: The ranks that have failed by themselves, as far as it is known.
             used: The places of the start.
-            soon: Whether the cause may be that of the failure before: the start has failed early, or values were wrong.
+            soon: Whether it may have the same cause as the failure before: it came early, or a rank had wrong values.
         """
         place = used[ranks[0]] if len(set(ranks)) == 1 and ranks[0] < len(used) else None
         if soon and place is not None and place == self._suspect:

@@ -12,4 +12,4 @@ from tests.support import tiny_run  # noqa: F401
 
 for name in ("FusedAdamBuilder", "CPUAdamBuilder", "ShareMemCommBuilder"):
     get_accelerator().create_op_builder(name).load()
-gc.freeze()  # DeepSpeed collects garbage at each start of ZeRO-3: all of this would be looked at each time
+gc.freeze()  # DeepSpeed collects garbage each time ZeRO-3 starts, and would traverse all of these modules

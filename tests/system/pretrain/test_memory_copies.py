@@ -265,7 +265,7 @@ def test_copies_that_the_last_start_has_not_made_are_not_used(tmp_path, folder, 
         record["starts"][-1] = {**record["starts"][-1], **({} if how is None else {"how": how})}
         (out / "run.json").write_text(json.dumps(record))
         message = f"the copy of step 6 in memory is not used: {why}"
-        killed(tmp_path, argv, 1, lambda: message in log.read_text() and parts(folder, 6) == [])  # noqa: B023
+        killed(tmp_path, argv, 1, lambda line=message: line in log.read_text() and parts(folder, 6) == [])
 
 
 def flipped_with_copies(rank: int, world: int, argv: list[str]) -> tuple[int, str]:
