@@ -7,6 +7,8 @@ While a topology step needs it (`CompactIndex.on_gradient`), the gradient of all
 A tied head multiplies by its token embedding, so the lookup of tokens is here too:
 
     y = W[tokens],  W = expand(values, index);  dvalues = (rows of dy added up by token) at the index
+
+On a CPU, W has only the rows of the tokens at hand.
 """
 
 from __future__ import annotations
@@ -53,16 +55,36 @@ class _Embedding(torch.autograd.Function):
     def forward(
         ctx: Any, tokens: Tensor, values: Tensor, index: CompactIndex, options: tuple[int | None, bool]
     ) -> Tensor:
-        ctx.save_for_backward(tokens)
         padding_idx, by_frequency = options
+        ctx.rows = None
+        if tokens.device.type == "cpu" and tokens.numel() < index.shape[0]:  # elsewhere it would wait for the device
+            ctx.rows, numbers = tokens.unique(return_inverse=True)
+            ctx.in_rows = which, place = index.in_rows(ctx.rows)
+            matrix = values.new_zeros(len(ctx.rows), index.shape[1])
+            matrix.view(-1)[place] = values[which]
+            padding_idx, tokens = _place_of(padding_idx, ctx.rows), numbers
+        else:
+            matrix = index.expand(values)
+        ctx.save_for_backward(tokens)
         ctx.index, ctx.options = index, (-1 if padding_idx is None else padding_idx, by_frequency)
-        return F.embedding(tokens, index.expand(values), padding_idx)
+        return F.embedding(tokens, matrix, padding_idx)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         # only operations that torch differentiates, so that create_graph=True works
-        (tokens,), index = ctx.saved_tensors, ctx.index
-        gradient = torch.ops.aten.embedding_dense_backward(dy, tokens, index.shape[0], *ctx.options)
+        (tokens,), index, rows = ctx.saved_tensors, ctx.index, ctx.rows
+        count = index.shape[0] if rows is None else len(rows)
+        gradient = torch.ops.aten.embedding_dense_backward(dy, tokens, count, *ctx.options)
         if index.on_gradient is not None:
-            index.on_gradient(gradient.detach())
-        return None, index.collect(gradient), None, None
+            index.on_gradient(gradient.detach(), *([] if rows is None else [rows]))
+        if rows is None:
+            return None, index.collect(gradient), None, None
+        which, place = ctx.in_rows
+        dvalues = gradient.new_zeros(index.count).index_put((which,), gradient.reshape(-1)[place])
+        return None, dvalues, None, None
+
+
+def _place_of(row: int | None, rows: Tensor) -> int | None:
+    """Return where a row is in a list of rows; None if it is not there."""
+    found = [] if row is None else (rows == row).nonzero().view(-1).tolist()
+    return found[0] if found else None

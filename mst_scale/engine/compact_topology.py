@@ -1,15 +1,18 @@
 """Prunes and grows compact parameters, with nothing inactive in memory.
 
 The masks of a topology step are those of dense storage, bit for bit: what it reads of a layer is expanded to this
-rank's slice of the matrix, one layer at a time, and given to the same `mixed_growing.evolve`. Then the layer's values
-and moments move to their new places. The number of active weights stays as it is.
+rank's slice of the matrix and given to the same `mixed_growing.evolve`. Then the layer's values and moments move to
+their new places. Layers share collectives, as many at a time as have the size of the largest one. The number of active
+weights stays as it is.
 """
 
 from __future__ import annotations
 
 import functools
+import math
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,14 +21,16 @@ from torch import Tensor
 
 from mst_scale import zero_shards
 from mst_scale.checkpoints import mask_files
+from mst_scale.comm.exchange import Exchange
 from mst_scale.engine.initial_masks import depends_on_weights
 from mst_scale.engine.masking import Masking
-from mst_scale.engine.topology import Topology, TopologyStep
+from mst_scale.engine.topology import Topology, TopologyStep, all_finite
 from mst_scale.errors import UserError
 from mst_scale.mixed_growing import packed_bits
 from mst_scale.mixed_growing.evolve import Change, Layer
 from mst_scale.mixed_growing.masks import assemble
 from mst_scale.mixed_growing.scores import Scores, mean_squares, peak_keys
+from mst_scale.zero_shards.compact_index import WIDEST
 
 
 class CompactMasking(Masking):
@@ -82,7 +87,7 @@ class CompactMasking(Masking):
 
 
 class CompactTopology(Topology):
-    """Prunes and grows one layer at a time."""
+    """Prunes and grows a few layers at a time."""
 
     store: zero_shards.CompactStore
 
@@ -128,10 +133,23 @@ class CompactTopology(Topology):
             if index is not None:
                 index.on_gradient = functools.partial(self._add_use, i) if wanted else None
 
-    def _add_use(self, i: int, gradient: Tensor) -> None:
-        """Add up the uses of a matrix, such as a tied head's and its embedding's, in their dtype, as autograd does."""
-        gradient = gradient.reshape(-1)
-        self._uses[i] = self._uses[i] + gradient if i in self._uses else gradient
+    def _add_use(self, i: int, gradient: Tensor, rows: Tensor | None = None) -> None:
+        """Add up the uses of a matrix, such as a tied head's and its embedding's, in their dtype, as autograd does.
+
+        Args:
+            i: the parameter.
+            gradient: of the matrix, or of some of its rows.
+            rows: which these are; None if it is of the matrix.
+        """
+        shape = self.store.slices[i].shape
+        if i not in self._uses:
+            self._uses[i] = gradient.reshape(-1) if rows is None else gradient.new_zeros(math.prod(shape))
+            if rows is None:
+                return
+        if rows is None:
+            self._uses[i].add_(gradient.reshape(-1))
+        else:
+            self._uses[i].view(shape).index_add_(0, rows, gradient)
 
     def _reduce_dense_gradient(self, i: int, _: Tensor) -> None:
         """One reduction per layer and micro-batch, when its values have their gradient; then only a slice is kept."""
@@ -161,26 +179,53 @@ class CompactTopology(Topology):
         bad = torch.zeros(len(self._masks), dtype=torch.int64)
         for i, gradient in self.dense_gradients.items():
             gradient.div_(scale)
-            bad[i] = not bool(gradient.isfinite().all())
+            bad[i] = not all_finite(gradient)
         return not (self.state.exchange.max(bad).any() if len(bad) else False)
 
     # --- pruning and growing ---
 
     def _evolve(self, under_way: TopologyStep, here: list[int]) -> list[Change]:
-        return [self._evolve_layer(under_way, i) for i in here]
+        found: dict[int, Change] = {}
+        for i in here:
+            if self.store.index[i] is None:
+                mask = self._masks[i]
+                found[i] = Change(mask.name, mask.numel, before=mask.active, active=mask.active, length=mask.length)
+        for exchange, together in self.state.exchange.grouped(i for i in here if i not in found):
+            for batch in self._batches(together):
+                found |= zip(batch, self._evolve_batch(under_way, batch, exchange), strict=True)
+        return [found[i] for i in here]
 
-    def _evolve_layer(self, under_way: TopologyStep, i: int) -> Change:
-        mask, config, store = self._masks[i], self.config, self.store
-        if store.index[i] is None:
-            return Change(mask.name, mask.numel, before=mask.active, active=mask.active, length=mask.length)
-        exchange, states, values = self.state.exchange.of[i], store.states(i), under_way.gradients[i]
-        usual = None
+    def _batches(self, layers: list[int]) -> list[list[int]]:
+        """Divide layers into batches that take no more memory than the largest layer, and share their collectives."""
+        most = max((index.numel for index in self.store.index if index is not None), default=0)
+        batches: list[list[int]] = []
+        room = 0
+        for i in layers:
+            weights = self._masks[i].numel
+            if weights > room:
+                batches.append([])
+                room = most
+            batches[-1].append(i)
+            room -= weights
+        return batches
+
+    def _evolve_batch(self, under_way: TopologyStep, batch: list[int], exchange: Exchange) -> list[Change]:
+        config, store, masks = self.config, self.store, [self._masks[i] for i in batch]
+        values = [under_way.gradients[i] for i in batch]
+        usual: Sequence[float | None] = [None] * len(batch)
         if config.grown_moments == "active_mean":
-            peaks = peak_keys([Scores(mask.name, (values,))], exchange)
-            (usual,) = mean_squares([values], [mask.active], peaks, exchange)
-        gradient = self._dense_gradient(under_way, i, values)
-        (change,) = self.elements.evolve(
-            [Layer(mask, under_way.targets[i], store.weight(i), gradient)],
+            scores = [Scores(mask.name, (of,)) for mask, of in zip(masks, values, strict=True)]
+            usual = mean_squares(values, [mask.active for mask in masks], peak_keys(scores, exchange), exchange)
+        live = [store.live(i) for i in batch]
+        gathered = iter(store.gathered([(i, part) for i, parts in zip(batch, live, strict=True) for part in parts]))
+        wholes = [[next(gathered) for _ in parts] for parts in live]
+        gradients = self._dense_gradients(under_way, batch)
+        layers = [
+            Layer(mask, under_way.targets[i], store.placed(i, whole[0]), gradient)
+            for i, mask, whole, gradient in zip(batch, masks, wholes, gradients, strict=True)
+        ]
+        changes = self.elements.evolve(
+            layers,
             policy=self.policy,
             update_fraction=under_way.update_fraction,
             seed=self.state.seed,
@@ -190,31 +235,63 @@ class CompactTopology(Topology):
             gradient_size=config.grown_moments == "seeded",
         )
         if config.grown_moments == "seeded":
-            usual = change.gradient_mean_square
-        if not change.pruned and not change.grown:
-            return change
-        stayed = store.move(i, _positions_of(mask, exchange))
-        if config.grown_moments != "zero" and usual is not None and "exp_avg_sq" in states:
-            self._start(i, ~stayed, gradient, usual)
-        return change
+            usual = [change.gradient_mean_square for change in changes]
+        positions = self._positions(batch, exchange)
+        grown: list[_Grown] = []
+        for i, at, whole, gradient, change, mean in zip(
+            batch, positions, wholes, gradients, changes, usual, strict=True
+        ):
+            if change.pruned or change.grown:
+                stayed = store.move(i, at, whole)
+                if config.grown_moments != "zero" and mean is not None and "exp_avg_sq" in store.states(i):
+                    grown.append(_Grown(i, ~stayed, mean, gradient))
+        self._start(grown)
+        return changes
 
-    def _dense_gradient(self, under_way: TopologyStep, i: int, values: Tensor) -> Tensor | None:
-        """Return the gradient that the policy reads: of all weights, of the active ones, or None."""
+    def _positions(self, layers: list[int], exchange: Exchange) -> list[Tensor]:
+        """Return the positions of the active weights of whole matrices, ascending; each rank finds those of its slice.
+
+        (Two collectives.)
+        """
+        masks = [self._masks[i] for i in layers]
+        own = [packed_bits.indices(mask.packed(), mask.length) + mask.shard.start for mask in masks]
+        if exchange.ranks == 1:
+            return own
+        counts = torch.zeros(len(layers), exchange.ranks, dtype=torch.int64)
+        counts[:, exchange.rank] = torch.tensor([len(found) for found in own])
+        before = exchange.sum(counts).cumsum(1)[:, exchange.rank] - counts[:, exchange.rank]
+        wide = any(mask.numel >= WIDEST for mask in masks)
+        joined = torch.zeros(
+            sum(mask.active for mask in masks), dtype=torch.int64 if wide else torch.int32, device=masks[0].device
+        )
+        for found, start, whole in zip(own, before.tolist(), joined.split([m.active for m in masks]), strict=True):
+            whole[start : start + len(found)] = found
+        return list(exchange.sum_here(joined).to(masks[0].device).split([mask.active for mask in masks]))
+
+    def _dense_gradients(self, under_way: TopologyStep, batch: list[int]) -> list[Tensor | None]:
+        """Return the gradients that the policy reads: of all weights, of the active ones, or None."""
+        values = [(i, under_way.gradients[i]) for i in batch]
         if under_way.reads_dense_gradients:
-            found = self.dense_gradients.pop(i, None)
-            return values.new_zeros(self._masks[i].length) if found is None else found.to(values.device)
-        return self.store.expanded(i, values) if "gradient" in self.policy.reads else None
+            found = [(i, self.dense_gradients.pop(i, None), of) for i, of in values]
+            return [of.new_zeros(self._masks[i].length) if g is None else g.to(of.device) for i, g, of in found]
+        if "gradient" not in self.policy.reads:
+            return [None] * len(batch)
+        return [self.store.placed(i, whole) for i, whole in zip(batch, self.store.gathered(values), strict=True)]
 
-    def _start(self, i: int, grown: Tensor, gradient: Tensor | None, usual: float) -> None:
-        """Give what has grown the second moment that `Topology` gives it."""
-        moment = self.store.states(i)["exp_avg_sq"]
-        squares = torch.full_like(moment, usual, dtype=torch.float32)
+    def _start(self, grown: list[_Grown]) -> None:
+        """Give what has grown the second moments that `Topology` gives it."""
+        own: list[Tensor | None] = [None] * len(grown)
         if self.config.grown_moments == "seeded":
-            assert gradient is not None
-            squares = torch.maximum(squares, self.store.taken(i, gradient).square())
+            own = [*self.store.taken([(of.parameter, of.gradient) for of in grown if of.gradient is not None])]
         factor = zero_shards.clip_factor(self.engine)
-        started = (squares * (factor * factor * self.store.second_moment_share(i))).to(moment.dtype)
-        moment.copy_(torch.where(grown, started, moment))
+        for of, gradient in zip(grown, own, strict=True):
+            moment = self.store.states(of.parameter)["exp_avg_sq"]
+            squares = torch.full_like(moment, of.usual, dtype=torch.float32)
+            if gradient is not None:
+                squares = torch.maximum(squares, gradient.square())
+            share = self.store.second_moment_share(of.parameter)
+            started = (squares * (factor * factor * share)).to(moment.dtype)
+            moment.copy_(torch.where(of.where, started, moment))
 
     # --- the masks and the index say the same ---
 
@@ -259,17 +336,27 @@ class CompactTopology(Topology):
 
     def index_from_masks(self) -> None:
         """Give the layers the index of masks that were restored (collective)."""
-        for i, index in enumerate(self.store.index):
-            if index is not None:
-                index.replace(_positions_of(self._masks[i], self.state.exchange.of[i]))
+        compact = [i for i, index in enumerate(self.store.index) if index is not None]
+        for exchange, together in self.state.exchange.grouped(compact):
+            for i, positions in zip(together, self._positions(together, exchange), strict=True):
+                index = self.store.index[i]
+                assert index is not None
+                index.replace(positions)
+
+
+@dataclass
+class _Grown:
+    """What grew in one parameter."""
+
+    parameter: int
+    where: Tensor
+    """Flags of this rank's range of the values."""
+    usual: float
+    """The mean square of the layer's gradients."""
+    gradient: Tensor | None
+    """This rank's slice of the gradient of the whole matrix, if it was computed."""
 
 
 def _call(method: weakref.WeakMethod[Any], i: int, parameter: Tensor) -> None:
     if (alive := method()) is not None:
         alive(i, parameter)
-
-
-def _positions_of(mask: Any, exchange: Any) -> Tensor:
-    """Return the positions of a whole mask's active weights, in the order of the flattened matrix (collective)."""
-    found: Tensor = mask.whole(exchange).view(-1).nonzero().view(-1)
-    return found

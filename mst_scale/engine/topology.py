@@ -171,7 +171,7 @@ class Topology(Component):
             return True
         kept = gradient.detach().to(torch.float32, copy=True).div_(scale)
         self.under_way.gradients[i] = kept
-        if not kept.isfinite().all():
+        if not all_finite(kept):
             return False
         mask = self._masks[i]
         self.criteria.to_weight_gradient_(mask.name, self.store.weight(i), kept)
@@ -281,6 +281,11 @@ class Topology(Component):
         counted = self.counts_coverage or not self.config.track_coverage
         ever = change.ever_active if counted else change.numel
         return replace(change, pruned_bits=None, grown_bits=None, ever_active=ever)
+
+
+def all_finite(values: Tensor) -> bool:
+    """Return whether no value is NaN or infinite, without a temporary of their size."""
+    return not values.numel() or bool(torch.stack(values.aminmax()).isfinite().all())  # a NaN is passed on
 
 
 def full_after(under_way: TopologyStep, state: MaskState, shapes: Mapping[str, Sequence[int]]) -> set[str]:

@@ -154,7 +154,7 @@ def compact_linear(
         y: Tensor = outside_graphs(_Expanded, x, values, bias, (index, dense_gradient))
         return y
     flat = x.reshape(-1, index.inputs).contiguous()
-    y = outside_graphs(ValuesLinear, flat, values, bias, (index.products, dense_gradient))
+    y = outside_graphs(ValuesLinear, flat, values, bias, (index.products, dense_gradient, index.collect))
     return y.view(*x.shape[:-1], index.outputs)
 
 

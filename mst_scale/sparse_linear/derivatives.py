@@ -21,6 +21,7 @@ from mst_scale.sparse_linear.definition import wide
 from mst_scale.transforms import check_first_derivative, leave_graph
 
 Sink = Callable[[Tensor], None]  # of a dense gradient
+Collect = Callable[[Tensor], Tensor]  # the values of a matrix
 TO_DENSE = 'set mst.compute.backend to "dense"'
 
 
@@ -196,8 +197,10 @@ class ValuesLinear(torch.autograd.Function):
     """x Sᵀ + b from the values, in their storage dtype; x (tokens, inputs). Saves x and the values."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, values: Tensor, bias: Tensor | None, how: tuple[ByValues, Sink | None]) -> Tensor:
-        ctx.products, ctx.sink = how
+    def forward(
+        ctx: Any, x: Tensor, values: Tensor, bias: Tensor | None, how: tuple[ByValues, Sink | None, Collect]
+    ) -> Tensor:
+        ctx.products, ctx.sink, ctx.collect = how
         ctx.save_for_backward(x, values)
         return ctx.products.forward(x, values.to(wide(values.dtype)), bias)
 
@@ -217,5 +220,5 @@ class ValuesLinear(torch.autograd.Function):
         if wants_values and ctx.sink is not None:
             gradient = x.T @ dy if products.across else dy.T @ x
             ctx.sink(gradient.detach())
-            dvalues = gradient.reshape(-1)[products.where]
+            dvalues = ctx.collect(gradient)
         return dx, dvalues, dbias, None

@@ -22,7 +22,8 @@ from mst_scale.sparse_linear.compact import products_of
 
 _ATTRIBUTE = "mst_compact_index"
 _OF_MODEL = "mst_is_compact"
-_WIDEST = 2**31
+WIDEST = 2**31
+"""Positions in matrices of at least as many weights take 8 bytes."""
 
 
 class CompactIndex:
@@ -37,8 +38,9 @@ class CompactIndex:
         self.name, self.shape, self.numel = name, shape, math.prod(shape)
         self.positions = self._narrow(positions)
         """Positions of the values in the flattened matrix, ascending; 4 bytes per value."""
-        self.on_gradient: Callable[[Tensor], None] | None = None
-        """Called with the gradient of the whole matrix in each backward pass, while a topology step needs it."""
+        self.on_gradient: Callable[..., None] | None = None
+        """Called in each backward pass, while a topology step needs it, with the gradient of the whole matrix, or with
+        that of some of its rows and their numbers."""
         self.stores_values = False
         """Whether `state_dict` and `load_state_dict` of the model see the values and not the whole matrix."""
         self._products: Any = None
@@ -100,6 +102,21 @@ class CompactIndex:
         """Return the values that a matrix, or a flattened one, has at the index."""
         return matrix.reshape(-1).index_select(0, self.positions.to(matrix.device))
 
+    def in_rows(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """Return which values are in rows of the matrix, and their positions in a matrix of these rows alone.
+
+        Args:
+            rows: distinct numbers of rows.
+        """
+        columns, positions = self.shape[1], self.on(rows.device)
+        starts = rows * columns
+        first = torch.searchsorted(positions, starts.to(positions.dtype))
+        counts = torch.searchsorted(positions, (starts + columns).to(positions.dtype)) - first
+        row = torch.repeat_interleave(torch.arange(len(rows), device=rows.device), counts)
+        before = counts.cumsum(0) - counts
+        which = torch.arange(len(row), device=rows.device) + (first - before)[row]
+        return which, positions[which] - starts[row] + row * columns
+
     def to_store(self, matrix: Tensor) -> Tensor:
         """Return what the parameter stores of a matrix, or of a flattened one."""
         return nn.functional.pad(self.collect(matrix), (0, self.stored - self.count))
@@ -114,7 +131,7 @@ class CompactIndex:
         return {**vars(self), "on_gradient": None, "_products": None}  # of an engine; built again
 
     def _narrow(self, positions: Tensor) -> Tensor:
-        return positions.to(torch.int32 if self.numel < _WIDEST else torch.int64)
+        return positions.to(torch.int32 if self.numel < WIDEST else torch.int64)
 
 
 def mark(parameter: nn.Parameter, index: CompactIndex) -> None:

@@ -9,7 +9,7 @@ compact, in the same run, are those of the dense store.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import deepspeed.comm as ds_comm
@@ -102,53 +102,68 @@ class CompactStore:
         """Return this rank's slice of the matrix, a copy if the parameter is compact (collective)."""
         return self.values.weight(i) if self.index[i] is None else self.expanded(i, self.values.weight(i))
 
+    def live(self, i: int) -> list[Tensor]:
+        """Return what of this rank's range of the values moves with them: master weights and optimizer states."""
+        return [self.values.weight(i), *self.values.states(i).values()]
+
     def expanded(self, i: int, values: Tensor) -> Tensor:
         """Return this rank's slice of a matrix, given this rank's range of its values (collective)."""
-        index, part = self._index(i), self.slices[i]
-        whole = self.gathered(i, values)
+        (whole,) = self.gathered([(i, values)])
+        return self.placed(i, whole)
+
+    def placed(self, i: int, whole: Tensor) -> Tensor:
+        """Return this rank's slice of a matrix, given all its values."""
+        part = self.slices[i]
         positions, first, last = self._in_slice(i, whole.device)
         dense = whole.new_zeros(part.length)
-        assert index.count == whole.numel()
+        assert self._index(i).count == whole.numel()
         return dense.scatter_(0, positions[first:last].long() - part.start, whole[first:last])
 
-    def taken(self, i: int, dense: Tensor) -> Tensor:
-        """Return this rank's range of the values, given this rank's slice of a matrix (collective)."""
-        index, part, own = self._index(i), self.slices[i], self.values.slices[i]
-        positions, first, last = self._in_slice(i, dense.device)
-        whole = dense.new_zeros(index.stored)
-        whole[first:last] = dense.index_select(0, positions[first:last].long() - part.start)
-        return self._joined(whole)[own.start : own.start + own.length]
+    def taken(self, parts: Sequence[tuple[int, Tensor]]) -> list[Tensor]:
+        """Return this rank's ranges of the values, given its slices of matrices, by parameter (one collective)."""
+        if not parts:
+            return []
+        wholes, joined = self._room([(i, dense.dtype) for i, dense in parts], parts[0][1].device)
+        for (i, dense), whole in zip(parts, wholes, strict=True):
+            positions, first, last = self._in_slice(i, dense.device)
+            whole[first:last] = dense.index_select(0, positions[first:last].long() - self.slices[i].start)
+        self._join(joined)
+        own = [self.values.slices[i] for i, _ in parts]
+        return [whole[at.start : at.start + at.length] for whole, at in zip(wholes, own, strict=True)]
 
-    def gathered(self, i: int, values: Tensor) -> Tensor:
-        """Return all values of a parameter, given this rank's range of them (collective)."""
-        if self.group is None:
-            return values.detach()[: self._index(i).count]
-        own = self.values.slices[i]
-        whole = values.detach().new_zeros(self._index(i).stored)
-        whole[own.start : own.start + own.length] = values.detach()
-        return self._joined(whole)[: self._index(i).count]
+    def gathered(self, parts: Sequence[tuple[int, Tensor]]) -> list[Tensor]:
+        """Return all values of parameters, given this rank's ranges of them, by parameter (one collective)."""
+        if self.group is None or not parts:
+            return [values.detach()[: self._index(i).count] for i, values in parts]
+        wholes, joined = self._room([(i, values.dtype) for i, values in parts], parts[0][1].device)
+        for (i, values), whole in zip(parts, wholes, strict=True):
+            own = self.values.slices[i]
+            whole[own.start : own.start + own.length] = values.detach()
+        self._join(joined)
+        return [whole[: self._index(i).count] for (i, _), whole in zip(parts, wholes, strict=True)]
 
-    def move(self, i: int, positions: Tensor) -> Tensor:
+    def move(self, i: int, positions: Tensor, wholes: Sequence[Tensor]) -> Tensor:
         """Take a new index: values and states of weights that stay active move to their place, others start at 0.
 
-        Few of them change rank: those that cross the border between two ranks' ranges (collective).
+        Few of them change rank: those that cross the border between two ranks' ranges.
 
         Args:
             i: the parameter.
             positions: the new index, as long as the old one.
+            wholes: all values of what `live` returns, as `gathered` returns them.
 
         Returns:
             Flags of this rank's range of what is stored: True unless a weight has grown there.
         """
         index, own = self._index(i), self.values.slices[i]
-        weight = self.values.weight(i)
-        old = index.positions.to(weight.device).long()
-        mine = positions.to(weight.device)[own.start : own.start + own.length]
+        live = self.live(i)
+        old = index.positions.to(live[0].device)
+        mine = positions.to(live[0].device, old.dtype)[own.start : own.start + own.length]
         before = torch.searchsorted(old, mine).clamp_(max=max(0, old.numel() - 1))
         stayed = old[before] == mine
-        for live in (weight, *self.values.states(i).values()):
-            moved = self.gathered(i, live)[before]
-            live[: len(mine)] = torch.where(stayed, moved, torch.zeros_like(moved))
+        for own_range, whole in zip(live, wholes, strict=True):
+            moved = whole[before]  # a copy, also if it was gathered from a single rank
+            own_range[: len(mine)] = torch.where(stayed, moved, torch.zeros_like(moved))
         index.replace(positions)
         return nn.functional.pad(stayed, (0, own.length - len(mine)), value=True)
 
@@ -170,10 +185,16 @@ class CompactStore:
             self.collectives.all_reduce(whole, group=self.replicas)
             return whole.to(torch.float32)
         each = -(-gradient.numel() // ranks)
-        padded = gradient.new_zeros(each * ranks)
+        padded = gradient.new_empty(each * ranks)
+        padded[gradient.numel() :] = 0
         torch.div(gradient, sequences, out=padded[: gradient.numel()])
-        mine = gradient.new_empty(each)
-        self.collectives.reduce_scatter(mine, padded, group=self.group)
+        if torch.distributed.get_backend(self.group) == "gloo":  # its reduce_scatter takes three times as long
+            parts = torch.empty_like(padded)
+            self.collectives.all_to_all(parts, padded, group=self.group)
+            mine = parts.view(ranks, each).sum(0)
+        else:
+            mine = gradient.new_empty(each)
+            self.collectives.reduce_scatter(mine, padded, group=self.group)
         return mine[: part.length].to(torch.float32)
 
     def _in_slice(self, i: int, device: torch.device) -> tuple[Tensor, int, int]:
@@ -188,11 +209,17 @@ class CompactStore:
         assert index is not None, f"{self.slices[i].name} is not compact"
         return index
 
-    def _joined(self, whole: Tensor) -> Tensor:
-        """Combine values of which each rank has some, and 0 elsewhere: added as bytes, so that every bit is kept."""
+    def _room(self, parts: Sequence[tuple[int, torch.dtype]], device: torch.device) -> tuple[list[Tensor], Tensor]:
+        """Return zeros for all values of each parameter, and the integers that they are views of."""
+        lengths = [self._index(i).stored * dtype.itemsize for i, dtype in parts]
+        joined = torch.zeros(sum(lengths) // 4, dtype=torch.int32, device=device)
+        pieces = joined.view(torch.uint8).split(lengths)
+        return [piece.view(dtype) for piece, (_, dtype) in zip(pieces, parts, strict=True)], joined
+
+    def _join(self, joined: Tensor) -> None:
+        """Combine values of which one rank has each, and the others 0: added as integers, so every bit is kept."""
         if self.group is not None:
-            self.collectives.all_reduce(whole.view(torch.uint8), group=self.group)
-        return whole
+            self.collectives.all_reduce(joined, group=self.group)
 
 
 def _place_in(group: Any) -> tuple[int, int]:
