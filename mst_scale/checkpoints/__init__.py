@@ -1,7 +1,7 @@
 """Checkpoints: folders that are complete or ignored even if a run is killed at any moment, with the masks in them.
 
 store         atomic folders, sealed with digests; finds the latest complete one
-background    saves that training does not wait for: a copy in memory, and the process that writes it
+background    asynchronous saves: a copy in memory, and the process that writes it
 writer        that process: writes, digests, reads back, seals, removes older ones
 memory_copies copies in a host's memory that outlive the run's processes: the files of each rank's part
 memory_writer keeps them: what the writer does with a copy that stays in memory

@@ -1,4 +1,4 @@
-"""The `mst` command prepares data, checks configs and machines, and inspects runs.
+"""The `mst` command prepares data, plans and launches runs, and inspects, exports and evaluates the results.
 
 Exit codes: 0 success, 1 failure, 2 usage error, 3 diverged, 4 corrupted. Usage errors print one line; set
 MST_TRACEBACK=1 for a full traceback.

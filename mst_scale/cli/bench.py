@@ -27,7 +27,7 @@ Run a benchmark on this machine. Our code and the baseline alternate within one 
                     `auto` uses; --device cuda: blocks compared with cuBLAS for each product
   logging_overhead  the cost of recording weights for TensorBoard and the report, relative to the steps in between
   long              a layer of GPT-2 small at 4k to 32k tokens: sparse attention compared with dense flash attention
-  pruning           whether pruning costs weights trained with MST less loss than dense ones
+  pruning           the loss that pruning costs: models trained with MST compared with dense ones
   quality           the validation loss of single weights, blocks, dense and tiny models
   real_run          GPT-2 small trained for a thousand steps through all phases, and densely
   scaling           `step` on 1, 2, 4 … processes: weak and strong scaling, as a picture

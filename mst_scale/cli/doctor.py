@@ -8,7 +8,7 @@ from typing import Any
 from mst_scale.cli import add_command
 
 TEXT = """\
-Prints one line per check, with a fix for each problem that it finds. The quick check takes seconds and compiles and
+Print one line per check, with a fix for each problem that it finds. The quick check takes seconds and compiles and
 trains nothing: it compares versions with those supported and tested, and checks memory and disk, locks of killed
 builds, ranks that disagree, and the network between them. --full adds checks that take minutes when kernels and
 operators are compiled for the first time: each kernel against its definition in float64, a few sparse training steps

@@ -47,7 +47,7 @@ examples:
 def add(subparsers: Any) -> None:
     """Add the command to the parser."""
     option = add_command(subparsers, "eval", run, "evaluate a model on the paper's tasks", TEXT).add_argument
-    option("model", metavar="MODEL", help="a run, a checkpoint, a folder of transformers, or a name on the hub")
+    option("model", metavar="MODEL", help="a run, a checkpoint, a transformers folder, or a name on the hub")
     option("--tasks", required=True, metavar="A,B", help="names separated by commas, or all")
     option("--data-dir", metavar="DIR", help="folder of the tasks' documents (default: from the hub)")
     option("--tokenizer", metavar="NAME", help="byte, gpt2 or a .tiktoken file (default: the model's own)")

@@ -18,7 +18,7 @@ Continue a prompt with a trained GPT, on the CPU. Sparse matrices are multiplied
 are neither in memory nor computed. Attention follows the pattern that the checkpoint was trained with.
 
 MODEL is the folder of a run (its latest complete checkpoint) or of a checkpoint, a compact file or its folder
-(mst export --compact), or a GPT-2 in a folder of transformers (mst export).
+(mst export --compact), or a GPT-2 in a transformers folder (mst export).
 
 The text ends after --tokens tokens, at an end of text, or when the model's context is full. The same arguments give the
 same text. --json prints
@@ -37,7 +37,7 @@ examples:
 def add(subparsers: Any) -> None:
     """Add the command to the parser."""
     option = add_command(subparsers, "generate", run, "continue a prompt with a trained model", TEXT).add_argument
-    option("model", metavar="MODEL", help="a run, a checkpoint, a compact file, or a GPT-2 of transformers")
+    option("model", metavar="MODEL", help="a run, a checkpoint, a compact file, or a folder with an exported GPT-2")
     option("--prompt", required=True, metavar="TEXT", help="the text to continue")
     option("--tokens", type=int, default=64, metavar="N", help="maximum number of new tokens (default: 64)")
     option("--temperature", type=float, default=0.8, metavar="T", help="0 takes the most likely token (default: 0.8)")

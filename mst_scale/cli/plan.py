@@ -10,10 +10,10 @@ from mst_scale.cli import add_command
 from mst_scale.errors import UserError
 
 TEXT = """\
-Recommends how to run a model on N GPUs: which of them share its layers (tensor), its sequences, its depth (pipeline)
-and the batch (data), and at which ZeRO stage, next to the cost of other layouts. The plan has the memory per GPU by
-part, the bytes that it sends, the time of a step and of every phase, and the bytes that a topology step sends on 1 to
-16,384 ranks.
+Recommend how to run a model on N GPUs: which of them share its layers (tensor), its sequences, its depth (pipeline)
+and the batch (data), and at which ZeRO stage, next to the cost of other layouts. The plan lists the memory per GPU by
+component, the bytes that each GPU sends, the time of a step and of every phase, and the bytes that a topology step
+sends on 1 to 16,384 ranks.
 
 tests/ranks/plan/ compares memory and bytes of data-parallel runs with real DeepSpeed runs on 2 ranks. Times are
 expected, not measured: a roofline of data-sheet peaks and assumed efficiencies, which small models do not reach;
@@ -41,7 +41,7 @@ def add(subparsers: Any) -> None:
     option("--config", required=True, metavar="C", help="a file, or the name of a ready-made config")
     option("--gpus", type=int, metavar="N", help="number of GPUs (default: all of --nodes)")
     option("--gpu", default="a100-80gb", metavar="NAME", help="a100-40gb, a100-80gb (default), h100-80gb, h200")
-    option("--nodes", type=int, metavar="N", help="number of nodes (default: full nodes)")
+    option("--nodes", type=int, metavar="N", help="number of nodes (default: as many as --gpus fills)")
     option("--gpus-per-node", type=int, metavar="N", help="GPUs in each node (default: 8, as in NVIDIA DGX)")
     option("--network", type=float, metavar="G", help="Gb/s from a node to the others (default: as in DGX)")
     option("--tp", type=int, metavar="N", help="GPUs that share a layer (default: chosen)")

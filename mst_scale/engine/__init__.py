@@ -18,7 +18,7 @@ config_record     keeps the config in checkpoints
 
 What they are made from:
 
-async_saves       saves that your own training loop does not wait for
+async_saves       asynchronous saves of your own training loop
 reshaping         loads a checkpoint of another number of ranks
 compaction        makes layers compact before DeepSpeed starts; compact_linear: how these compute
 targets           chooses the parameters that become sparse; adapters: those that never do

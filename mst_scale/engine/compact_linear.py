@@ -2,13 +2,13 @@
 
 The products are `sparse_linear.compact.compact_linear`: the matrix exists only while a layer computes, it is expanded
 in the forward pass, freed, and expanded again in the backward pass, and all gradients have the bits of `F.linear`.
-While a topology step needs it (`CompactIndex.on_gradient`), the gradient of all weights is handed on and then freed.
+While a topology step needs it, the gradient of all weights is given to `CompactIndex.on_gradient`.
 
 A tied head multiplies by its token embedding, so the lookup of tokens is here too:
 
     y = W[tokens],  W = expand(values, index);  dvalues = (rows of dy added up by token) at the index
 
-On a CPU, W has only the rows of the tokens at hand.
+On a CPU, W has only the rows of the tokens at hand, if these are few.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from mst_scale.transforms import check_not_transformed, leave_graph
 from mst_scale.zero_shards import CompactIndex
 
 DENSE = "set mst.compute.compact to off"
+FEW = 4  # tokens, as a fraction of the rows, up to which their rows alone are expanded: 1/4 takes less memory
 
 
 def compact_linear(
@@ -56,32 +57,47 @@ class _Embedding(torch.autograd.Function):
         ctx: Any, tokens: Tensor, values: Tensor, index: CompactIndex, options: tuple[int | None, bool]
     ) -> Tensor:
         padding_idx, by_frequency = options
-        ctx.rows = None
-        if tokens.device.type == "cpu" and tokens.numel() < index.shape[0]:  # elsewhere it would wait for the device
-            ctx.rows, numbers = tokens.unique(return_inverse=True)
-            ctx.in_rows = which, place = index.in_rows(ctx.rows)
-            matrix = values.new_zeros(len(ctx.rows), index.shape[1])
+        rows = None
+        if tokens.device.type == "cpu" and FEW * tokens.numel() < index.shape[0]:  # a GPU would have to wait
+            rows, tokens = _distinct(tokens, index.shape[0])
+            which, place = index.in_rows(rows)
+            matrix = values.new_zeros(len(rows), index.shape[1])
             matrix.view(-1)[place] = values[which]
-            padding_idx, tokens = _place_of(padding_idx, ctx.rows), numbers
+            padding_idx = _place_of(padding_idx, rows)
         else:
             matrix = index.expand(values)
-        ctx.save_for_backward(tokens)
+        ctx.save_for_backward(tokens, rows)
         ctx.index, ctx.options = index, (-1 if padding_idx is None else padding_idx, by_frequency)
         return F.embedding(tokens, matrix, padding_idx)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         # only operations that torch differentiates, so that create_graph=True works
-        (tokens,), index, rows = ctx.saved_tensors, ctx.index, ctx.rows
+        (tokens, rows), index = ctx.saved_tensors, ctx.index
         count = index.shape[0] if rows is None else len(rows)
         gradient = torch.ops.aten.embedding_dense_backward(dy, tokens, count, *ctx.options)
         if index.on_gradient is not None:
             index.on_gradient(gradient.detach(), *([] if rows is None else [rows]))
         if rows is None:
             return None, index.collect(gradient), None, None
-        which, place = ctx.in_rows
+        which, place = index.in_rows(rows)
         dvalues = gradient.new_zeros(index.count).index_put((which,), gradient.reshape(-1)[place])
         return None, dvalues, None, None
+
+
+def _distinct(tokens: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """Return the distinct tokens, ascending, and where each of the tokens is among them.
+
+    Raises:
+        RuntimeError: if the tokens are not int32 or int64, as `F.embedding` raises it.
+        IndexError: if a token is outside [0, count), as `F.embedding` raises it.
+    """
+    if tokens.dtype not in (torch.int32, torch.int64):
+        raise RuntimeError(f"tokens must be int32 or int64 tensors, not {tokens.dtype}")
+    rows, numbers = tokens.long().unique(return_inverse=True)
+    if len(rows) and not 0 <= int(rows[0]) <= int(rows[-1]) < count:
+        raise IndexError(f"index out of range: tokens are {int(rows[0])} to {int(rows[-1])}, of {count}")
+    return rows, numbers
 
 
 def _place_of(row: int | None, rows: Tensor) -> int | None:

@@ -2,8 +2,8 @@
 
 The masks of a topology step are those of dense storage, bit for bit: what it reads of a layer is expanded to this
 rank's slice of the matrix and given to the same `mixed_growing.evolve`. Then the layer's values and moments move to
-their new places. Layers share collectives, as many at a time as have the size of the largest one. The number of active
-weights stays as it is.
+their new places. This happens in batches of layers that are no larger than the largest layer, and each batch shares its
+collectives. The number of active weights stays as it is.
 """
 
 from __future__ import annotations
@@ -196,36 +196,34 @@ class CompactTopology(Topology):
         return [found[i] for i in here]
 
     def _batches(self, layers: list[int]) -> list[list[int]]:
-        """Divide layers into batches that take no more memory than the largest layer, and share their collectives."""
-        most = max((index.numel for index in self.store.index if index is not None), default=0)
+        """Divide layers into batches that have no more weights, and no more active ones, than the largest layer."""
+        known = [index for index in self.store.index if index is not None]
+        most = max((x.numel for x in known), default=0), max((x.count for x in known), default=0)
         batches: list[list[int]] = []
-        room = 0
+        room = active = 0
         for i in layers:
-            weights = self._masks[i].numel
-            if weights > room:
+            mask = self._masks[i]
+            if mask.numel > room or mask.active > active:
                 batches.append([])
-                room = most
+                room, active = most
             batches[-1].append(i)
-            room -= weights
+            room, active = room - mask.numel, active - mask.active
         return batches
 
     def _evolve_batch(self, under_way: TopologyStep, batch: list[int], exchange: Exchange) -> list[Change]:
         config, store, masks = self.config, self.store, [self._masks[i] for i in batch]
-        values = [under_way.gradients[i] for i in batch]
         usual: Sequence[float | None] = [None] * len(batch)
         if config.grown_moments == "active_mean":
+            values = [under_way.gradients[i] for i in batch]
             scores = [Scores(mask.name, (of,)) for mask, of in zip(masks, values, strict=True)]
             usual = mean_squares(values, [mask.active for mask in masks], peak_keys(scores, exchange), exchange)
-        live = [store.live(i) for i in batch]
-        gathered = iter(store.gathered([(i, part) for i, parts in zip(batch, live, strict=True) for part in parts]))
-        wholes = [[next(gathered) for _ in parts] for parts in live]
         gradients = self._dense_gradients(under_way, batch)
-        layers = [
-            Layer(mask, under_way.targets[i], store.placed(i, whole[0]), gradient)
-            for i, mask, whole, gradient in zip(batch, masks, wholes, gradients, strict=True)
-        ]
+        weights = store.expanded([(i, store.values.weight(i)) for i in batch])
         changes = self.elements.evolve(
-            layers,
+            [
+                Layer(mask, under_way.targets[i], weight, gradient)
+                for i, mask, weight, gradient in zip(batch, masks, weights, gradients, strict=True)
+            ],
             policy=self.policy,
             update_fraction=under_way.update_fraction,
             seed=self.state.seed,
@@ -234,39 +232,46 @@ class CompactTopology(Topology):
             regrow=config.regrow,
             gradient_size=config.grown_moments == "seeded",
         )
+        del weights
         if config.grown_moments == "seeded":
             usual = [change.gradient_mean_square for change in changes]
-        positions = self._positions(batch, exchange)
-        grown: list[_Grown] = []
-        for i, at, whole, gradient, change, mean in zip(
-            batch, positions, wholes, gradients, changes, usual, strict=True
-        ):
-            if change.pruned or change.grown:
-                stayed = store.move(i, at, whole)
-                if config.grown_moments != "zero" and mean is not None and "exp_avg_sq" in store.states(i):
-                    grown.append(_Grown(i, ~stayed, mean, gradient))
-        self._start(grown)
+        moved = [n for n, change in enumerate(changes) if change.pruned or change.grown]
+        positions = self._positions([batch[n] for n in moved], exchange)
+        stayed = store.move([(batch[n], at) for n, at in zip(moved, positions, strict=True)])
+        self._start(
+            [
+                _Grown(batch[n], ~flags, mean, gradients[n])
+                for n, flags in zip(moved, stayed, strict=True)
+                if (mean := usual[n]) is not None and "exp_avg_sq" in store.states(batch[n])
+            ]
+        )
         return changes
 
     def _positions(self, layers: list[int], exchange: Exchange) -> list[Tensor]:
-        """Return the positions of the active weights of whole matrices, ascending; each rank finds those of its slice.
+        """Return the positions of the active weights of whole matrices, ascending (two collectives).
 
-        (Two collectives.)
+        Each rank finds those of its slices.
         """
         masks = [self._masks[i] for i in layers]
+        if not masks:
+            return []
         own = [packed_bits.indices(mask.packed(), mask.length) + mask.shard.start for mask in masks]
-        if exchange.ranks == 1:
-            return own
         counts = torch.zeros(len(layers), exchange.ranks, dtype=torch.int64)
         counts[:, exchange.rank] = torch.tensor([len(found) for found in own])
-        before = exchange.sum(counts).cumsum(1)[:, exchange.rank] - counts[:, exchange.rank]
-        wide = any(mask.numel >= WIDEST for mask in masks)
-        joined = torch.zeros(
-            sum(mask.active for mask in masks), dtype=torch.int64 if wide else torch.int32, device=masks[0].device
-        )
-        for found, start, whole in zip(own, before.tolist(), joined.split([m.active for m in masks]), strict=True):
+        counts = exchange.sum(counts)
+        for mask, found in zip(masks, counts.sum(1).tolist(), strict=True):
+            if found != mask.active:
+                raise RuntimeError(f"{mask.name}: its mask has {found} active weights instead of {mask.active}")
+        if exchange.ranks == 1:
+            return own
+        lengths = [mask.active for mask in masks]
+        narrow = all(mask.numel < WIDEST for mask in masks)
+        kind = torch.int32 if narrow else torch.int64
+        joined = torch.zeros(sum(lengths), dtype=kind, device=masks[0].device)
+        starts = counts.cumsum(1)[:, exchange.rank] - counts[:, exchange.rank]
+        for found, start, whole in zip(own, starts.tolist(), joined.split(lengths), strict=True):
             whole[start : start + len(found)] = found
-        return list(exchange.sum_here(joined).to(masks[0].device).split([mask.active for mask in masks]))
+        return list(exchange.sum_here(joined).to(masks[0].device).split(lengths))
 
     def _dense_gradients(self, under_way: TopologyStep, batch: list[int]) -> list[Tensor | None]:
         """Return the gradients that the policy reads: of all weights, of the active ones, or None."""
@@ -276,10 +281,12 @@ class CompactTopology(Topology):
             return [of.new_zeros(self._masks[i].length) if g is None else g.to(of.device) for i, g, of in found]
         if "gradient" not in self.policy.reads:
             return [None] * len(batch)
-        return [self.store.placed(i, whole) for i, whole in zip(batch, self.store.gathered(values), strict=True)]
+        return [*self.store.expanded(values)]
 
     def _start(self, grown: list[_Grown]) -> None:
         """Give what has grown the second moments that `Topology` gives it."""
+        if self.config.grown_moments == "zero":
+            return
         own: list[Tensor | None] = [None] * len(grown)
         if self.config.grown_moments == "seeded":
             own = [*self.store.taken([(of.parameter, of.gradient) for of in grown if of.gradient is not None])]
@@ -338,10 +345,11 @@ class CompactTopology(Topology):
         """Give the layers the index of masks that were restored (collective)."""
         compact = [i for i, index in enumerate(self.store.index) if index is not None]
         for exchange, together in self.state.exchange.grouped(compact):
-            for i, positions in zip(together, self._positions(together, exchange), strict=True):
-                index = self.store.index[i]
-                assert index is not None
-                index.replace(positions)
+            for batch in self._batches(together):
+                for i, positions in zip(batch, self._positions(batch, exchange), strict=True):
+                    index = self.store.index[i]
+                    assert index is not None
+                    index.replace(positions)
 
 
 @dataclass

@@ -3,7 +3,7 @@
   mst launch hostfile --hostfile FILE [options] CONFIG [arguments of mst_scale.pretrain]
   mst launch hostfile --hostfile hosts gpt3_1.3b --data /shared/fineweb --out /shared/runs/1.3b
 
-  CONFIG           a file, or a ready config by name
+  CONFIG           a file, or the name of a ready-made config
   --hostfile FILE  the machines; this folder, the installation, CONFIG, the data and OUT must be at the same path on
                    all of them
   --launcher NAME  ssh (default) or pdsh

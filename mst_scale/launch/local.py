@@ -5,7 +5,7 @@
   mst launch local --processes 2 demo --method dense
   mst launch local --elastic 1:4 gpt2_small --out runs/gpt2    # then, in another shell: echo 2 > runs/gpt2/ranks
 
-  CONFIG              a file, or a ready config by name
+  CONFIG              a file, or the name of a ready-made config
   --processes N       number of processes (default: one for each GPU; without a GPU, 2 on the CPU)
   --elastic MIN:MAX   let the number of processes change: as many as there are GPUs, at most MAX; fewer if a rank fails
                       twice in a row, or if the file of --ranks-from says so. At a change, the run saves and continues

@@ -3,7 +3,7 @@
   mst launch mpi [options] CONFIG [arguments of mst_scale.pretrain]
   mst launch mpi --processes 16 --hostfile hosts gpt2_xl --out /shared/runs/xl
 
-  CONFIG           a file, or a ready config by name
+  CONFIG           a file, or the name of a ready-made config
   --processes N    number of ranks (default: one for each GPU of this machine; without a GPU, 2 on the CPU)
   --hostfile FILE  hosts in mpirun's own format (OpenMPI: NAME slots=8, MPICH: NAME:8); ranks fill them line by line
   --mpirun PATH    mpirun to use (default: the one on PATH)

@@ -4,7 +4,7 @@
   mst launch slurm --nodes 4 --time 24:00:00 --partition a100 gpt3_1.3b --out /shared/runs/1.3b
   mst launch slurm --elastic 2:8 --time 24:00:00 --partition a100 gpt3_1.3b --out /shared/runs/1.3b
 
-  CONFIG              a file, or a ready config by name
+  CONFIG              a file, or the name of a ready-made config
   --nodes N           number of nodes (default 1)
   --nodes-by-phase P  a number of nodes for each phase: warmup=4,ultra=1,restore=4,dense=4 submits one job for each
                       change, which waits for the previous job and continues the run on its own nodes
@@ -25,9 +25,9 @@
   --sbatch OPTION     an additional argument for sbatch, repeatable: --sbatch --qos=long
   --dry-run           show what would be submitted, and what the job would start
 
-The same command continues a run that has ended. launchers/cluster.sh sets the environment. To save now and continue in
-another job: scancel --signal=USR1 JOB. To save and stop: scancel --signal=TERM --batch JOB. To stop at once: scancel
-JOB. In a clone you can also call launchers/slurm.sh.
+The same command continues a run that has ended. launchers/cluster.sh sets the environment. To save now and requeue the
+job: scancel --signal=USR1 JOB. To save and stop: scancel --signal=TERM --batch JOB. To stop at once: scancel JOB. In a
+clone you can also call launchers/slurm.sh.
 """
 
 from __future__ import annotations

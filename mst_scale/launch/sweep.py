@@ -4,7 +4,7 @@
   mst launch sweep --methods dense,tiny,static,rigl,mst gpt2_small
   mst launch sweep --with slurm --with-option --nodes --with-option 2 gpt2_small
 
-  CONFIG            a file, or a ready config by name
+  CONFIG            a file, or the name of a ready-made config
   --methods A,B,…   default: dense,tiny,static,rigl,mst (the paper's table)
   --seeds 1,2,…     default: 1,2,3,4 (the paper's four)
   --out DIR         the runs go to DIR/METHOD-SEED (default: runs/sweep)

@@ -173,11 +173,14 @@ def _masks_and_topology_step(experiment: Experiment, s: Setting, found: Sequence
     dense_gradients = FP32 * sum(share for _, share in shares)
     lists = [LISTED_BYTES * (share if whole <= LISTED_WHOLE else int(LISTED * share)) for whole, share in shares]
     taken = dense_gradients + sum(lists)
-    if s.compacted and masked:  # one layer at a time is expanded, and its new index is made of the whole mask
+    if s.compacted and masked:  # layers are expanded in batches no larger than the largest, then get their new index
         by_gradient = mst.topology.reads_dense_gradients(mst.topology.update_fraction, False)
         largest = max(range(len(masked)), key=lambda i: masked[i].whole)
         whole, share = shares[largest]
-        layer = 2 * FP32 * share + lists[largest] + whole + WIDE_INDEX_BYTES * (masked[largest].active or 0)
+        active = masked[largest].active or 0
+        found = WIDE_INDEX_BYTES * active * share // whole  # by this rank, in its slices
+        gathered = 2 * FP32 * active  # the weights, then the index with one state at a time
+        layer = 2 * FP32 * share + lists[largest] + found + gathered
         # stages of a pipeline add up their gradients of a tied matrix, whole, when the last micro-batch is done
         tied = sum(s.weight_bytes * p.whole for p in masked if is_tied(experiment.model, s, p.name))
         taken = layer + (dense_gradients + tied if by_gradient else 0)

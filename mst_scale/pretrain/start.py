@@ -105,7 +105,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     add("--data", metavar="DIR", help="a folder with train.bin and val.bin: overrides data.dir")
     add("--out", metavar="DIR", help="folder of the run's files (default: runs/<config>-<method>)")
     add("--steps", type=int, metavar="N", help="overrides training.steps; a wsd run can be extended")
-    add("--init", metavar="M", help="start from these weights: gpt2, a folder of transformers, or a run")
+    add("--init", metavar="M", help="start from these weights: gpt2, a transformers folder, or a run")
     add(
         "--from", dest="grow_from", metavar="RUN",
         help="for expand, ligo and stack: the smaller run whose weights are grown into the initial weights",

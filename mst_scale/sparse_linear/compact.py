@@ -141,7 +141,7 @@ def compact_linear(
         index: where they stand.
         bias: (outputs,).
         dense_gradient: called in the backward pass with the gradient of the whole matrix, of the index's shape, which
-            growth reads. It must not keep it.
+            growth reads. It must not write to it before the backward pass of the layer ends.
 
     Raises:
         UserError: if shapes, dtypes or devices do not fit each other, or under transforms of torch.func.

@@ -39,8 +39,8 @@ class CompactIndex:
         self.positions = self._narrow(positions)
         """Positions of the values in the flattened matrix, ascending; 4 bytes per value."""
         self.on_gradient: Callable[..., None] | None = None
-        """Called in each backward pass, while a topology step needs it, with the gradient of the whole matrix, or with
-        that of some of its rows and their numbers."""
+        """Called in each backward pass while a topology step needs the gradient of the whole matrix: `(gradient)`, or
+        `(gradient, rows)` with the gradient of some rows and their numbers, where all others are zero."""
         self.stores_values = False
         """Whether `state_dict` and `load_state_dict` of the model see the values and not the whole matrix."""
         self._products: Any = None

@@ -3,7 +3,7 @@
 DeepSpeed shards, reduces, gathers, clips and optimizes the K values of such a parameter as it does any vector, so the
 dense store of these vectors (`values`) is where weights, gradients and optimizer states live. Masks and topology steps
 work on equal ranges of the flattened matrix (`slices`), which are independent of how DeepSpeed partitions the values:
-the values that they read are gathered, one parameter at a time, and expanded to a copy. Parameters that are not
+the values that they read are gathered, a few parameters at a time, and expanded to a copy. Parameters that are not
 compact, in the same run, are those of the dense store.
 """
 
@@ -100,19 +100,17 @@ class CompactStore:
 
     def weight(self, i: int) -> Tensor:
         """Return this rank's slice of the matrix, a copy if the parameter is compact (collective)."""
-        return self.values.weight(i) if self.index[i] is None else self.expanded(i, self.values.weight(i))
+        return self.values.weight(i) if self.index[i] is None else self.expanded([(i, self.values.weight(i))])[0]
 
     def live(self, i: int) -> list[Tensor]:
-        """Return what of this rank's range of the values moves with them: master weights and optimizer states."""
+        """Return this rank's range of the master weights, and of each optimizer state."""
         return [self.values.weight(i), *self.values.states(i).values()]
 
-    def expanded(self, i: int, values: Tensor) -> Tensor:
-        """Return this rank's slice of a matrix, given this rank's range of its values (collective)."""
-        (whole,) = self.gathered([(i, values)])
-        return self.placed(i, whole)
+    def expanded(self, parts: Sequence[tuple[int, Tensor]]) -> list[Tensor]:
+        """Return this rank's slices of matrices, given its ranges of their values, by parameter (one collective)."""
+        return [self._placed(i, whole) for (i, _), whole in zip(parts, self.gathered(parts), strict=True)]
 
-    def placed(self, i: int, whole: Tensor) -> Tensor:
-        """Return this rank's slice of a matrix, given all its values."""
+    def _placed(self, i: int, whole: Tensor) -> Tensor:
         part = self.slices[i]
         positions, first, last = self._in_slice(i, whole.device)
         dense = whole.new_zeros(part.length)
@@ -142,30 +140,41 @@ class CompactStore:
         self._join(joined)
         return [whole[: self._index(i).count] for (i, _), whole in zip(parts, wholes, strict=True)]
 
-    def move(self, i: int, positions: Tensor, wholes: Sequence[Tensor]) -> Tensor:
-        """Take a new index: values and states of weights that stay active move to their place, others start at 0.
+    def move(self, parts: Sequence[tuple[int, Tensor]]) -> list[Tensor]:
+        """Take new indexes: values and states of weights that stay active move to their place, others start at 0.
 
-        Few of them change rank: those that cross the border between two ranks' ranges.
+        Few of them change rank: those that cross the border between two ranks' ranges (one collective per state).
 
         Args:
-            i: the parameter.
-            positions: the new index, as long as the old one.
-            wholes: all values of what `live` returns, as `gathered` returns them.
+            parts: parameters and their new indexes, as long as the old ones.
 
         Returns:
-            Flags of this rank's range of what is stored: True unless a weight has grown there.
+            For each, flags of this rank's range of what is stored: True unless a weight has grown there.
         """
-        index, own = self._index(i), self.values.slices[i]
-        live = self.live(i)
-        old = index.positions.to(live[0].device)
-        mine = positions.to(live[0].device, old.dtype)[own.start : own.start + own.length]
+        live = [self.live(i) for i, _ in parts]
+        found = [
+            self._places_before(i, positions.to(own[0].device)) for (i, positions), own in zip(parts, live, strict=True)
+        ]
+        for k in range(max(map(len, live), default=0)):
+            having = [n for n, own in enumerate(live) if k < len(own)]
+            for n, whole in zip(having, self.gathered([(parts[n][0], live[n][k]) for n in having]), strict=True):
+                before, stayed = found[n]
+                moved = whole[before]  # a copy, also if it was gathered from a single rank
+                live[n][k][: len(before)] = torch.where(stayed, moved, torch.zeros_like(moved))
+        for i, positions in parts:
+            self._index(i).replace(positions)
+        own_lengths = [self.values.slices[i].length for i, _ in parts]
+        return [
+            nn.functional.pad(stayed, (0, length - len(stayed)), value=True)
+            for (_, stayed), length in zip(found, own_lengths, strict=True)
+        ]
+
+    def _places_before(self, i: int, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Return where this rank's range of a new index is in the old one, and flags of what is there."""
+        own, old = self.values.slices[i], self._index(i).positions.to(positions.device)
+        mine = positions[own.start : own.start + own.length].to(old.dtype)
         before = torch.searchsorted(old, mine).clamp_(max=max(0, old.numel() - 1))
-        stayed = old[before] == mine
-        for own_range, whole in zip(live, wholes, strict=True):
-            moved = whole[before]  # a copy, also if it was gathered from a single rank
-            own_range[: len(mine)] = torch.where(stayed, moved, torch.zeros_like(moved))
-        index.replace(positions)
-        return nn.functional.pad(stayed, (0, own.length - len(mine)), value=True)
+        return before, old[before] == mine
 
     def reduced(self, i: int, gradient: Tensor) -> Tensor:
         """Return this rank's slice, in float32, of a dense gradient: its mean over sequences (collective).
@@ -217,7 +226,7 @@ class CompactStore:
         return [piece.view(dtype) for piece, (_, dtype) in zip(pieces, parts, strict=True)], joined
 
     def _join(self, joined: Tensor) -> None:
-        """Combine values of which one rank has each, and the others 0: added as integers, so every bit is kept."""
+        """Combine values, each of which is 0 on all ranks but one: added as integers, so every bit is kept."""
         if self.group is not None:
             self.collectives.all_reduce(joined, group=self.group)
 

@@ -167,7 +167,7 @@ class Recomputation:
                 index.on_gradient = on_gradient
 
 
-def _drop(gradient: Tensor) -> None:
+def _drop(gradient: Tensor, rows: Tensor | None = None) -> None:
     pass
 
 

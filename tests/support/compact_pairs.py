@@ -47,7 +47,7 @@ def looked_at(engine: Any, world: int) -> dict[str, Any]:
         found[f"{part.name} mask"] = sha256(assemble([shards[part.name] for shards in ranks], part.name))
         states = store.states(i)
         if isinstance(store, zero_shards.CompactStore) and store.index[i] is not None:
-            states = {key: store.expanded(i, value) for key, value in states.items()}
+            states = {key: store.expanded([(i, value)])[0] for key, value in states.items()}
         for key, value in {"weight": store.weight(i), **states}.items():
             whole = torch.zeros(part.numel)
             whole[part.start : part.start + part.length] = value.float()

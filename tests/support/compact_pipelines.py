@@ -65,7 +65,7 @@ def looked_at(engine: Any) -> dict[str, Any]:
     for i, part in enumerate(store.slices):
         states = store.states(i)
         if isinstance(store, zero_shards.CompactStore) and store.index[i] is not None:
-            states = {key: store.expanded(i, value) for key, value in states.items()}
+            states = {key: store.expanded([(i, value)])[0] for key, value in states.items()}
         for key, value in {"weight": store.weight(i), **states}.items():
             mine.append((f"{part.name} {key}", part.numel, part.start, value.float().clone()))
     ranks: list[Any] = [None] * dist.get_world_size()

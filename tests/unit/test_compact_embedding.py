@@ -28,7 +28,7 @@ def results(tokens, index, padding_idx, by_frequency, wanted):
     return (compact, values.grad, handed_on), (dense, matrix.grad[ACTIVE], matrix.grad)
 
 
-@pytest.mark.parametrize("count", [1, 9, 30, 64], ids=lambda n: f"{n}tokens")
+@pytest.mark.parametrize("count", [0, 1, 9, 30, 64], ids=lambda n: f"{n}tokens")
 @pytest.mark.parametrize("padding_idx", [None, 3, 7])
 @pytest.mark.parametrize("by_frequency", [False, True])
 def test_bits(count, padding_idx, by_frequency):
@@ -40,10 +40,29 @@ def test_bits(count, padding_idx, by_frequency):
     )
     assert torch.equal(rows, dense_rows) and torch.equal(gradient, dense_gradient)
     ((given, *numbers),) = handed_on
-    assert bool(numbers) == (count < ROWS), "only the rows of the tokens are computed, if they are few"
+    assert bool(numbers) == (count < ROWS / 4), "only the rows of the tokens are computed, if they are few"
     if numbers:
         given = torch.zeros(ROWS, COLUMNS).index_add_(0, numbers[0], given)
     assert torch.equal(given, whole)
+
+
+@pytest.mark.parametrize("count", [3, 64])
+@pytest.mark.parametrize(("token", "dtype"), [(ROWS, int), (-1, int), (10**9, int), (2**40, int), (1, torch.uint8)])
+def test_invalid_tokens_are_rejected_as_by_a_dense_embedding(token, dtype, count):
+    dtype = torch.int64 if dtype is int else dtype
+    index = CompactIndex("table", (ROWS, COLUMNS), ACTIVE.flatten().nonzero().flatten())
+    tokens, values = torch.full((1, count), token, dtype=dtype), torch.zeros(int(ACTIVE.sum()))
+    expected = RuntimeError if dtype == torch.uint8 else IndexError
+    with pytest.raises(expected):
+        F.embedding(tokens, torch.zeros(ROWS, COLUMNS))
+    with pytest.raises(expected):
+        compact_embedding(tokens, values, index, None, False)
+
+
+def test_int32_tokens():
+    index = CompactIndex("table", (ROWS, COLUMNS), ACTIVE.flatten().nonzero().flatten())
+    ours, dense = results(torch.tensor([[5, 9]], dtype=torch.int32), index, None, False, wanted=False)
+    assert torch.equal(ours[0], dense[0]) and torch.equal(ours[1], dense[1])
 
 
 def test_no_dense_matrix_is_made_for_few_tokens(monkeypatch):

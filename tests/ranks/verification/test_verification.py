@@ -5,6 +5,7 @@ import torch
 
 import mst_scale
 from mst_scale import comm, zero_shards
+from mst_scale.engine import compact_linear
 from mst_scale.errors import CorruptedError, UserError
 from mst_scale.verification import Verification
 from tests.support import pool
@@ -69,6 +70,20 @@ def with_and_without(rank, world, where, shape, more):
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_verified_run_is_the_same_bit_for_bit(stage, storage, precision, accumulation):
     assert pool.run(with_and_without, 2, (stage, storage), (precision, accumulation), {}) == [[], []]
+
+
+def with_rows_of_tokens(rank, world, stage):
+    """The same, with compact embeddings that expand only the rows of their tokens, as large vocabularies have them."""
+    before, compact_linear.FEW = compact_linear.FEW, 0
+    try:
+        return with_and_without(rank, world, (stage, "compact"), ("fp32", 1), {})
+    finally:
+        compact_linear.FEW = before
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_topology_steps_are_verified_with_rows_of_tokens(stage):
+    assert pool.run(with_rows_of_tokens, 2, stage) == [[], []]
 
 
 @pytest.mark.full

@@ -13,6 +13,7 @@ import mst_scale
 from mst_scale import zero_shards
 from mst_scale.checkpoints import open_masks
 from mst_scale.config import load
+from mst_scale.engine import compact_linear
 from mst_scale.engine.compaction import make_compact
 from mst_scale.errors import UserError
 from mst_scale.models import GPT, build
@@ -48,6 +49,20 @@ def test_bit_equal_to_dense_storage(world, stage, policy):
 @pytest.mark.parametrize(("world", "stage", "policy"), [(1, 0, "set"), (2, 2, "rigl"), (2, 3, "set"), (2, 1, "mst")])
 def test_bit_equal_with_kernels_that_take_the_values(world, stage, policy):
     assert differences(*both(world, stage, policy=policy, backend="cpu")) == []
+
+
+def with_rows_of_tokens(rank, world, *given):
+    before, compact_linear.FEW = compact_linear.FEW, 0
+    try:
+        return course(rank, world, *given)
+    finally:
+        compact_linear.FEW = before
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_bit_equal_with_embeddings_that_expand_the_rows_of_their_tokens(stage):
+    configs = [constant_config(stage, 2, kind, policy="rigl", accumulation=2) for kind in ("auto", "off")]
+    assert differences(*(pool.run(with_rows_of_tokens, 2, config, STEPS, 2)[0] for config in configs)) == []
 
 
 @pytest.mark.parametrize("moments", ["active_mean", "zero"])
