@@ -178,9 +178,9 @@ def _masks_and_topology_step(experiment: Experiment, s: Setting, found: Sequence
         largest = max(range(len(masked)), key=lambda i: masked[i].whole)
         whole, share = shares[largest]
         active = masked[largest].active or 0
-        found = WIDE_INDEX_BYTES * active * share // whole  # by this rank, in its slices
+        positions = WIDE_INDEX_BYTES * active * share // whole  # by this rank, in its slices
         gathered = 2 * FP32 * active  # the weights, then the index with one state at a time
-        layer = 2 * FP32 * share + lists[largest] + found + gathered
+        layer = 2 * FP32 * share + lists[largest] + positions + gathered
         # stages of a pipeline add up their gradients of a tied matrix, whole, when the last micro-batch is done
         tied = sum(s.weight_bytes * p.whole for p in masked if is_tied(experiment.model, s, p.name))
         taken = layer + (dense_gradients + tied if by_gradient else 0)
