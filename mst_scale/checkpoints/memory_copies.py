@@ -161,15 +161,20 @@ def put_back(part: Path, draft: Path) -> tuple[dict[str, Any], dict[str, dict[st
     """Copy the files of a part into the draft of a checkpoint; return its manifest and the digests of what is there.
 
     Raises:
-        OSError: if a file cannot be read or written.
-        Damaged: if the files are not those that were written.
+        OSError: if a file cannot be written.
+        Damaged: if the files cannot be read, or are not those that were written.
     """
     head = store.head(part)
     if head is None:
         raise Damaged(f"{part} has no {MANIFEST}")
     for name in head["files"]:
         (draft / name).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(part / name, draft / name)
+        try:
+            read = (part / name).open("rb")
+        except OSError as error:
+            raise Damaged(f"{part / name} cannot be read: {error}") from None
+        with read, (draft / name).open("wb") as written:
+            shutil.copyfileobj(read, written, 1 << 20)
     digests = store.digests_of(draft, list(head["files"]))
     if wrong := [name for name, entry in head["files"].items() if digests[name] != entry]:
         raise Damaged(f"{part / wrong[0]} does not match its digest")

@@ -14,7 +14,6 @@ from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from mst_scale.checkpoints import mask_files, store
@@ -22,6 +21,7 @@ from mst_scale.comm import Damaged
 from mst_scale.errors import UserError
 from mst_scale.mixed_growing import packed_bits
 from mst_scale.mixed_growing.masks import assemble
+from mst_scale.tensor_files import save
 
 Named = Iterable[tuple[str, Tensor]]
 
@@ -34,7 +34,7 @@ def write(path: Path, masks: Named, packed: bool = False) -> int:
         flat = mask.cpu().contiguous()
         tensors[name] = packed_bits.pack(flat.view(-1)) if packed else flat
     path.parent.mkdir(parents=True, exist_ok=True)
-    save_file(tensors, path, metadata={"shapes": json.dumps(shapes)})
+    save(tensors, path, {"shapes": json.dumps(shapes)})
     return len(tensors)
 
 
@@ -70,10 +70,13 @@ class OpenMasks:
 
 
 def of_source(source: Path) -> Named:
-    """Return the masks of a checkpoint, of a run, of the zeros in a folder of transformers, or of a file of masks."""
+    """Return the masks of a checkpoint, a run or a file of masks, or of the zeros in a transformers folder.
+
+    If a folder has both a checkpoint and weights, as a Trainer writes them, the masks are those of the checkpoint.
+    """
     if source.is_file():
         return OpenMasks(source)
-    weights = sorted(source.glob("*.safetensors"))
+    weights = [] if (source / "latest").is_file() else sorted(source.glob("*.safetensors"))
     return _of_zeros(weights) if weights else _of_checkpoint(store.locate(source))
 
 

@@ -18,6 +18,7 @@ from typing import Any
 from mst_scale.checkpoints import mask_files, store
 from mst_scale.checkpoints.store import PARTIAL, UNIVERSAL
 from mst_scale.comm import Damaged
+from mst_scale.copies import SOURCE, has_copy, identity_of
 from mst_scale.errors import UserError
 from mst_scale.zero_shards import compact_files, universal
 
@@ -48,13 +49,14 @@ def reshape(path: Path, out: Path | None = None) -> Reshaped:
         raise UserError(f"{out} exists: choose another OUT")
     _refuse_damaged(source)
     if target.exists():
-        if not store.damage(target):
+        if has_copy(source) and not store.damage(target):
             return _reshaped(source, target, 0.0)
         shutil.rmtree(target)
     draft = target.with_name(target.name + PARTIAL)
     if draft.exists():
         shutil.rmtree(draft)
     draft.mkdir(parents=True)
+    identity = identity_of(source)
     try:
         step = universal.convert(source, draft)
         if (source / mask_files.FOLDER).is_dir():
@@ -63,6 +65,7 @@ def reshape(path: Path, out: Path | None = None) -> Reshaped:
         manifest = store.head(source) or {}
         kept = ("tag", "step", "batch", "micro", "ranks", "optimizer")
         about: dict[str, Any] = {key: manifest[key] for key in kept if key in manifest}
+        about[SOURCE] = identity
         store.seal_alone(draft, target, {"step": step, **about, "universal": True})
     except BaseException:
         shutil.rmtree(draft, ignore_errors=True)

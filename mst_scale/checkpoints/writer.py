@@ -34,6 +34,7 @@ from mst_scale.checkpoints import store
 from mst_scale.checkpoints.memory_writer import MemoryJob, MemoryWriter
 from mst_scale.checkpoints.neighbors import Listen, listen
 from mst_scale.comm import logger, speak
+from mst_scale.copies import remove_outdated
 from mst_scale.snapshot import CapturedFile
 
 REPORTS = "reports"  # a folder in the draft, with one file per rank until it is sealed
@@ -164,8 +165,10 @@ def _complete(job: Job, draft: Path, final: Path, files: dict[str, Any], more: d
         store.seal_files(draft, final, {**job.about, **more, "files": files})
         store.prune(final.parent, job.keep, job.about["step"])
         return
-    if final.exists():  # as DeepSpeed does, replace its files and leave others alone
-        for name in store.files_in(draft):
+    if final.exists():  # as DeepSpeed does, replace its files and leave those of others alone
+        names = store.files_in(draft)
+        remove_outdated(final, names)
+        for name in names:
             (final / name).parent.mkdir(parents=True, exist_ok=True)
             os.replace(draft / name, final / name)
         shutil.rmtree(draft)

@@ -108,6 +108,7 @@ def _add_masks(subparsers: Any) -> None:
 
 def _write_masks(args: argparse.Namespace) -> int:
     from mst_scale.checkpoints import open_masks
+    from mst_scale.compact_files import layout
 
     if args.out.exists():
         raise UserError(f"{args.out} already exists: remove it, or choose another file")
@@ -119,7 +120,8 @@ def _write_masks(args: argparse.Namespace) -> int:
             weights, kept = weights + mask.numel(), kept + int(mask.sum())
             yield name, mask
 
-    matrices = open_masks.write(args.out, counted(open_masks.of_source(args.source)), args.packed)
+    masks = layout.masks_of(args.source) if layout.is_compact(args.source) else open_masks.of_source(args.source)
+    matrices = open_masks.write(args.out, counted(masks), args.packed)
     if not matrices:
         args.out.unlink()
         raise UserError(f"{args.source} has no masks: it was trained without sparsity, or none of its weights is 0")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import logging
 import os
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -107,10 +108,12 @@ def device_of(asked: str | None, local_rank: int) -> Any:
     asked = asked or ("cuda" if _cuda() else "cpu")
     if asked.startswith("cuda") and not _cuda():
         raise UserError(f"--device {asked}: torch does not find a GPU")
-    try:
-        return torch.device(f"cuda:{local_rank}" if asked == "cuda" else asked)
-    except RuntimeError:
-        raise UserError(f"--device {asked}: no such device; use cpu, cuda or cuda:N") from None
+    if not re.fullmatch(r"cpu|cuda(:[0-9]+)?", asked):
+        raise UserError(f"--device {asked}: no such device; use cpu, cuda or cuda:N")
+    device = torch.device(f"cuda:{local_rank}" if asked == "cuda" else asked)
+    if device.type == "cuda" and int(device.index) >= (count := torch.cuda.device_count()):
+        raise UserError(f"--device {asked}: there {'is' if count == 1 else 'are'} {count} GPU(s), and this is {device}")
+    return device
 
 
 def _evaluate(args: argparse.Namespace, tasks: Any, ranks: Any) -> int:

@@ -124,6 +124,8 @@ def tell_launcher(variable: str) -> None:
     if name := os.environ.get(variable):
         try:
             Path(name).touch()
+        except FileNotFoundError:
+            pass  # its folder is on the node of the launcher; ranks there report the same
         except OSError as error:
             logger.error("cannot write %s (%s): the launcher does not know how the run ended", name, error)
 

@@ -59,8 +59,19 @@ def complete_environment() -> None:
     """Set the launcher's variables if it has not: to those that mpi4py finds, or to those of a single rank.
 
     The ranks of DeepSpeed's launcher get a port of their own if the launcher only offers its default.
+
+    Raises:
+        UserError: if the launcher states several ranks and leaves out some of the variables. Each process would train
+            alone.
     """
-    if not all(name in os.environ for name in LAUNCHER_VARIABLES):
+    missing = [name for name in LAUNCHER_VARIABLES if name not in os.environ]
+    if missing and not under_mpi() and os.environ.get("WORLD_SIZE", "1") != "1":
+        raise UserError(
+            f"WORLD_SIZE is {os.environ['WORLD_SIZE']}, but {' and '.join(missing)} "
+            f"{'is' if len(missing) == 1 else 'are'} not set: set {', '.join(LAUNCHER_VARIABLES)} for each rank, as "
+            "torchrun and deepspeed do, or unset WORLD_SIZE"
+        )
+    if missing:
         os.environ.update(_mpi_ranks() if under_mpi() else _alone())
     elif os.environ["MASTER_PORT"] == OF_DEEPSPEED and os.environ.get("CROSS_SIZE") == "1":
         os.environ["MASTER_PORT"] = str(_port_of(os.getppid()))

@@ -24,17 +24,16 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 
 from mst_scale.errors import UserError
+from mst_scale.tensor_files import save
 
 FILE = "model.safetensors"
 FORMAT, VERSION = "mst_scale.compact", "1"
@@ -85,12 +84,7 @@ def write(
             shapes[name] = list(tensor.shape)
     metadata = {"format": FORMAT, "version": VERSION}
     metadata |= {key: json.dumps(value) for key, value in (("model", model), ("shapes", shapes), ("about", about))}
-    save_file(parts, path, {**metadata, "sha256": _digest(metadata, parts)})
-    mask = os.umask(0)
-    os.umask(mask)
-    path.chmod(0o666 & ~mask)  # the library creates files that only their owner can read
-    with path.open("rb") as file:
-        os.fsync(file.fileno())
+    save(parts, path, {**metadata, "sha256": _digest(metadata, parts)})
     return path.stat().st_size
 
 
@@ -127,6 +121,14 @@ class CompactFile:
         dense = torch.zeros(math.prod(shape), dtype=values.dtype)
         dense[unpack(bits, len(dense))] = values
         return dense.view(shape)
+
+
+def masks_of(path: Path) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the names of the matrices in a compact file that are stored in two parts, and their masks, as bool."""
+    found = open_compact(path)
+    for name, shape in found.shapes.items():
+        if len(shape) > 1:
+            yield name, unpack(found.parts[name + MASK], math.prod(shape)).view(shape)
 
 
 def is_compact(path: Path) -> bool:

@@ -275,15 +275,27 @@ def chosen(given: str | None, before: TrainedWith | None, model: str) -> Trained
     """Return the tokenizer to use: `given`, or else `before`.
 
     Raises:
-        UserError: if `given` has other ids than the tokenizer that `model` was trained with.
+        UserError: if it has other ids than the tokenizer that `model` was trained with.
     """
     if given is None:
+        if before is not None and is_file(before.name) and not is_missing(before.name):
+            _check_unchanged(before, model)
         return before
     identity = tokenizer_identity(given)
+    if before is not None and given == before.name:
+        _check_unchanged(before, model)
     if before is not None and not same_ids(before.identity, identity):
         fix = "name the file where it is now" if is_missing(before.name) else "leave --tokenizer out"
         raise UserError(f"{model} was trained with tokenizer {before.name!r}, not {given!r}: {fix}")
     return TrainedWith(os.path.abspath(given) if is_file(given) else given, identity)
+
+
+def _check_unchanged(before: TrainedWith, model: str) -> None:
+    if not same_ids(before.identity, tokenizer_identity(before.name)):
+        raise UserError(
+            f"{model} was trained with tokenizer {before.name!r}, and this file has changed since: name one with the "
+            "original content (--tokenizer)"
+        )
 
 
 def same_ids(one: str | None, other: str | None) -> bool:

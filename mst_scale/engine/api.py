@@ -29,6 +29,7 @@ from mst_scale.engine.token_limit import unlimited, whole_size, with_durations
 from mst_scale.engine.types import MST, Engine
 from mst_scale.errors import UserError
 from mst_scale.hybrid_sparse_attention import SelfAttention
+from mst_scale.sparse_linear.layers import remove_products
 
 zero_shards.check_versions()
 _deepspeeds_own = deepspeed.initialize  # before anybody puts another in its place (integrations.integrate)
@@ -94,6 +95,12 @@ def initialize(
         check_pipeline(experiment.deepspeed)
     if not experiment.mst.stays_dense or experiment.mst.function is not None:
         zero_shards.check_arguments(model, **others)
+    if zero_shards.is_compact(model):
+        raise UserError(
+            "this model stores only the active weights of an earlier engine (mst.compute.compact): build it again, and "
+            "load its weights, of which state_dict() returns whole matrices"
+        )
+    remove_products(model)  # of an earlier engine, whose masks are no longer followed
     speak()
     cut_sequences(model, **others)
     if not isinstance(configs[0], Experiment) and (changes := overridden_in_recipe(configs[0])):

@@ -24,6 +24,7 @@ from mst_scale import zero_shards
 from mst_scale.checkpoints.mask_state import MaskState
 from mst_scale.comm import SharedMistake, logger
 from mst_scale.engine.component import Component
+from mst_scale.errors import UserError
 
 FIX = "change weights with mst_scale.load_weights(engine, state_dict), which writes master copies too and keeps masks"
 
@@ -32,7 +33,7 @@ class ChangedWeights(Component):
     """Watches the parameters of one engine on this rank."""
 
     def __init__(self, engine: Any, state: MaskState, store: zero_shards.Store):
-        self.engine, self.masks, self.store, self.everyone = engine, list(state.masks), store, state.everyone
+        self.engine, self.masks, self.store = engine, list(state.masks), store
         everything = dict(zero_shards.named_parameters(engine.module))
         self.trained = {name: (p, p.requires_grad) for name, p in everything.items()}
         self.mask_of = {id(p): i for i, p in enumerate(store.parameters)}
@@ -67,23 +68,22 @@ class ChangedWeights(Component):
         self.check()
 
     def check(self) -> None:
-        """Mask changed weights again, or reject them. All ranks do the same, so that they train the same model."""
+        """Mask changed weights again, or reject them.
+
+        A rank decides this alone: weights may be swapped in and out again on one rank, for an evaluation there.
+        """
         stamps = self._now()
         if stamps == self.stamps:
             return
         changed = {name: self.watched[name] for name, stamp in stamps.items() if stamp != self.stamps[name]}
         places = zero_shards.shards_of(self.engine, changed)
         lost = [name for i, name in enumerate(changed) if not places.matches_master(i)]
-
-        def reject_lost() -> None:
-            if lost:
-                stage = self.engine.zero_optimization_stage()
-                raise SharedMistake(
-                    f"{lost[0]} was changed between steps ({len(lost)} parameters in total), but the next step would "
-                    f"overwrite it with the master weights (ZeRO stage {stage}): {FIX}"
-                )
-
-        self.everyone.agree(reject_lost)
+        if lost:
+            stage = self.engine.zero_optimization_stage()
+            raise UserError(
+                f"{lost[0]} was changed between steps ({len(lost)} parameters in total), but the next step would "
+                f"overwrite it with the master weights (ZeRO stage {stage}): {FIX}"
+            )
         self._mask_again([self.mask_of[id(p)] for p in changed.values() if id(p) in self.mask_of])
         self._accept()
 

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mst_scale.sparse_linear import compact
-from mst_scale.transforms import check_not_transformed, leave_graph
+from mst_scale.transforms import check_first_derivative, check_not_transformed, leave_graph
 from mst_scale.zero_shards import CompactIndex
 
 DENSE = "set mst.compute.compact to off"
@@ -77,6 +77,7 @@ class _Embedding(torch.autograd.Function):
         count = index.shape[0] if rows is None else len(rows)
         gradient = torch.ops.aten.embedding_dense_backward(dy, tokens, count, *ctx.options)
         if index.on_gradient is not None:
+            check_first_derivative("growth by gradients in compact layers", DENSE)
             index.on_gradient(gradient.detach(), *([] if rows is None else [rows]))
         if rows is None:
             return None, index.collect(gradient), None, None

@@ -97,18 +97,26 @@ class CompactTopology(Topology):
         """Means over ranks, of this rank's slices and of the micro-batches so far."""
         self._uses: dict[int, Tensor] = {}
         """Gradients of whole matrices whose backward pass has not come to their last use yet."""
-        self._tied: dict[int, Tensor] = {}
-        """Gradients of whole matrices that other stages of a pipeline hold too, of the micro-batches so far."""
+        self._kept: dict[int, Tensor] = {}
+        """Gradients of whole matrices that are reduced at the end of the step, of the micro-batches so far."""
+        self._reduced_late = [
+            i
+            for i, (index, parameter) in enumerate(zip(self.store.index, self.store.parameters, strict=True))
+            if index is not None and parameter.requires_grad and (self.store.group is None or i in self.store.tied)
+        ]
+        """Parameters whose gradients are kept: at stage 0, where ranks may use different layers, as DeepSpeed allows
+        there, and those that other stages of a pipeline hold too."""
         # a strong reference would keep the engine alive for ever: Python's collector does not see these hooks
-        keep = weakref.WeakMethod(self._keep_tied_gradient)
+        keep = weakref.WeakMethod(self._keep_gradient_of_step)
         for i, (index, parameter) in enumerate(zip(self.store.index, self.store.parameters, strict=True)):
             if index is None or not parameter.requires_grad:
                 continue
             # a load broadcasts tied parameters between stages, and torch then drops hooks of the other kind
-            if i in self.store.tied:
+            if i in self._reduced_late:
                 parameter.register_post_accumulate_grad_hook(functools.partial(_call, keep, i))
             else:
                 parameter.register_hook(functools.partial(self._reduce_dense_gradient, i))
+        zero_shards.watch_losses(self.engine, _weakly(self._begin_backward))
         if sparsity is None:  # given masks have as many as they have
             return
         for mask, count, index in zip(self._masks, self.counts(sparsity), self.store.index, strict=True):
@@ -122,8 +130,8 @@ class CompactTopology(Topology):
 
     def after_step(self, updated: bool) -> None:
         super().after_step(updated)
-        self.dense_gradients.clear()
-        self._tied.clear()
+        for kept in (self.dense_gradients, self._kept, self._uses):
+            kept.clear()
 
     # --- dense gradients, in the one step that reads them ---
 
@@ -158,24 +166,27 @@ class CompactTopology(Topology):
             mine = self.store.reduced(i, whole)
             self.dense_gradients[i] = self.dense_gradients[i].add_(mine) if i in self.dense_gradients else mine
 
-    def _keep_tied_gradient(self, i: int, _: Tensor) -> None:
-        """Stages of a pipeline compute a micro-batch at different times: what they share is reduced at the end."""
+    def _keep_gradient_of_step(self, i: int, _: Tensor) -> None:
+        """Ranks may use different layers, and stages of a pipeline compute a micro-batch at different times."""
         whole = self._uses.pop(i, None)
         if whole is not None:
-            self._tied[i] = self._tied[i].add_(whole) if i in self._tied else whole.clone()
+            self._kept[i] = self._kept[i].add_(whole) if i in self._kept else whole
+
+    def _begin_backward(self, *_: Any) -> None:
+        """Forget what `torch.autograd.grad` has handed on since the last backward pass of the engine."""
+        self._uses.clear()
 
     def finish_dense_gradients(self, scale: float) -> bool:
-        """Reduce those of tied matrices and remove the loss scale; return whether all values on all ranks are finite.
+        """Reduce what was kept and remove the loss scale; return whether all values on all ranks are finite.
 
         The ranks of one stage agree: what is not finite on another stage is in its own gradients.
         """
         if self.under_way is not None and self.under_way.reads_dense_gradients:
-            for i in self.store.tied:
-                if (index := self.store.index[i]) is not None:
-                    whole = self._tied.pop(i, None)  # None: the loss does not depend on it
-                    if whole is None:
-                        whole = self.store.parameters[i].new_zeros(index.numel)
-                    self.dense_gradients[i] = self.store.reduced(i, whole)
+            for i in self._reduced_late:  # on all ranks in this order
+                whole = self._kept.pop(i, None)  # None: the loss does not depend on it here
+                if whole is None:
+                    whole = self.store.parameters[i].new_zeros(self.store.slices[i].numel)
+                self.dense_gradients[i] = self.store.reduced(i, whole)
         bad = torch.zeros(len(self._masks), dtype=torch.int64)
         for i, gradient in self.dense_gradients.items():
             gradient.div_(scale)
@@ -363,6 +374,17 @@ class _Grown:
     """The mean square of the layer's gradients."""
     gradient: Tensor | None
     """This rank's slice of the gradient of the whole matrix, if it was computed."""
+
+
+def _weakly(method: Callable[..., None]) -> Callable[..., None]:
+    """Return a function that calls a method as long as its object is alive."""
+    found = weakref.WeakMethod(method)
+
+    def call(*given: Any) -> None:
+        if (alive := found()) is not None:
+            alive(*given)
+
+    return call
 
 
 def _call(method: weakref.WeakMethod[Any], i: int, parameter: Tensor) -> None:

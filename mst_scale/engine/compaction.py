@@ -305,7 +305,14 @@ def _load_matrix(state: dict[str, Any], prefix: str, *more: Any, index: CompactI
     key = prefix + "weight"
     value = state.get(key)
     if value is not None and not index.stores_values and tuple(value.shape) == index.shape:
-        state[key] = index.to_store(value.detach())
+        values = index.to_store(value.detach())
+        dropped = int(value.count_nonzero()) - int(values.count_nonzero())
+        if dropped:
+            logger.warning(
+                "%s: %d nonzero weights that were loaded are inactive, and compact layers do not store them",
+                key, dropped,
+            )  # fmt: skip
+        state[key] = values
 
 
 def _replaced(parameters: Any, made: dict[int, nn.Parameter]) -> Any:

@@ -13,6 +13,7 @@ import torch
 
 from mst_scale import zero_shards
 from mst_scale.comm import SharedMistake
+from mst_scale.comm.exchange import Stages
 from mst_scale.engine.types import Engine
 from mst_scale.shard import Shard
 
@@ -45,19 +46,25 @@ def load_weights(engine: Engine, state_dict: Mapping[str, torch.Tensor], *, stri
     unknown = sorted(found.keys() - parameters.keys() - buffers.keys() - named.keys())
     if zero_shards.stage_count(of) > 1:  # of the whole model, of which a stage has some layers
         unknown = []
-    if strict and (missing or unknown):
-        what = f"lacks {missing[0]}" if missing else f"has {unknown[0]}, which this model does not"
-        raise SharedMistake(
-            f"load_weights: the state dict {what} ({len(missing)} missing, {len(unknown)} unknown names); strict=False "
-            "loads only the names that match"
-        )
-    shapes = {name: tuple(zero_shards.shape_of(p)) for name, p in parameters.items()}
-    shapes |= {name: tuple(value.shape) for name, value in buffers.items()}
-    for name, shape in shapes.items():
-        if name in found and tuple(found[name].shape) != shape:
+
+    def check() -> None:
+        if strict and (missing or unknown):
+            what = f"lacks {missing[0]}" if missing else f"has {unknown[0]}, which this model does not"
             raise SharedMistake(
-                f"load_weights: {name} has shape {tuple(found[name].shape)} in the state dict and {shape} in this model"
+                f"load_weights: the state dict {what} ({len(missing)} missing, {len(unknown)} unknown names); "
+                "strict=False loads only the names that match"
             )
+        shapes = {name: tuple(zero_shards.shape_of(p)) for name, p in parameters.items()}
+        shapes |= {name: tuple(value.shape) for name, value in buffers.items()}
+        for name, shape in shapes.items():
+            if name in found and tuple(found[name].shape) != shape:
+                there = tuple(found[name].shape)
+                raise SharedMistake(
+                    f"load_weights: {name} has shape {there} in the state dict and {shape} in this model"
+                )
+
+    # a stage of a pipeline sees its own layers only, and nothing is written if another one rejects the weights
+    Stages(zero_shards.groups_of(of).stages).agree(check)
 
     def values(shard: Shard) -> torch.Tensor:
         flat = found[shard.name].detach().reshape(-1)

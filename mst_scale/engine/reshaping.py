@@ -37,7 +37,8 @@ def reshape_on_load(engine: Any) -> None:
                 logger.info("%s: creating a copy that can be loaded", why)
                 logger.info("created %s in %.1f s", folder, reshape(folder).seconds)
 
-        if not engine.load_universal_checkpoint():
+        # weights alone are loaded from any layout
+        if not engine.load_universal_checkpoint() and not given.get("load_module_only"):
             ranks.on_first(make_copy, long=True)
         return load(*args, **named)
 

@@ -25,6 +25,7 @@ from mst_scale.checkpoints import model_config, store
 from mst_scale.comm import logger
 from mst_scale.compact_files.layout import file_of, is_compact
 from mst_scale.compact_files.weights import load_model, open_weights
+from mst_scale.copies import identity_of
 from mst_scale.data.tokenizer import chosen, is_missing, load_tokenizer, trained_with
 from mst_scale.errors import UserError
 from mst_scale.hugging_face.sources import (
@@ -148,10 +149,13 @@ def _ours(path: Path, source: Source, tokenizer: str | None, device: torch.devic
 def _compact(path: Path, tokenizer: str | None, device: torch.device) -> tuple[Model, Text]:
     weights = open_weights(path)
     named = chosen(tokenizer, weights.tokenizer, str(path))
-    if named is None or is_missing(named.name):
-        raise UserError(f"{path} does not name a tokenizer that is here: name it with --tokenizer")
     config, file = weights.config, file_of(path)
-    text = our_text(named.name, config.vocab_size)
+    if named is None or is_missing(named.name):
+        if tokenizer is not None or not (file.parent / "tokenizer.json").is_file():
+            raise UserError(f"{path} does not name a tokenizer that is here: name it with --tokenizer")
+        text = _their_text(str(file.parent), config.vocab_size)
+    else:
+        text = our_text(named.name, config.vocab_size)
     model = load_model(weights).to(device)
     folder, digest = file.parent, store.file_digest(file)
     context, size = config.seq_length, config.vocab_size
@@ -176,8 +180,7 @@ def _of_checkpoint(
 ) -> Model:
     logits, context, vocab_size = computes
     device = next(model.parameters()).device
-    manifest = source.checkpoint / store.MANIFEST
-    digest = store.file_digest(manifest) if manifest.is_file() else str(source.checkpoint.resolve())
+    digest = identity_of(source.checkpoint)
     # results of a checkpoint that is not in a run's folder are kept with the checkpoint
     folder = source.checkpoint if source.run is None else source.run
     return Model(str(path), source.step, folder, digest, logits, context, vocab_size, device, _count(model))

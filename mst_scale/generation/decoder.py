@@ -10,6 +10,7 @@ attention pattern.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
 import torch
@@ -20,7 +21,7 @@ from mst_scale.config import ModelConfig
 from mst_scale.errors import UserError
 from mst_scale.generation.cache import Cache
 from mst_scale.generation.fused import FusedBlocks, can_fuse
-from mst_scale.generation.sparse_matrix import DTYPES, Matrix, SparseMatrix, matrix_of
+from mst_scale.generation.sparse_matrix import DENSE_FROM, DTYPES, Matrix, SparseMatrix, matrix_of
 from mst_scale.hybrid_sparse_attention import Pattern
 
 EPS = 1e-5  # of the norms
@@ -123,7 +124,7 @@ def load_decoder(weights: ModelWeights, dtype: torch.dtype | None = None) -> Dec
     vectors: dict[str, torch.Tensor] = {}
     for name in weights.names:
         found = None if weights.compact is None else weights.compact.sparse(name)
-        if found is not None and len(found[2]) == 2:
+        if found is not None and len(found[2]) == 2 and len(found[0]) < DENSE_FROM * math.prod(found[2]):
             values, bits, shape = found
             matrices[name] = SparseMatrix(values.to(dtype or _computed(values.dtype)), bits, (shape[0], shape[1]))
             continue

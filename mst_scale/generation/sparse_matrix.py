@@ -79,7 +79,11 @@ class DenseMatrix:
 
     def multiply(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """Return x Wᵀ + bias in float32, for x (tokens, columns) in float32."""
-        y = F.linear(x.to(self.weight.dtype), self.weight).float()
+        if self.weight.dtype == torch.float32:
+            return F.linear(x, self.weight, bias)
+        # activations are not rounded: some rows at a time become float32
+        step = max(1, DEFINITION_SPAN // self.shape[1])
+        y = torch.cat([F.linear(x, part.float()) for part in self.weight.split(step)], dim=1)
         return y if bias is None else y + bias
 
     def rows(self, numbers: torch.Tensor) -> torch.Tensor:

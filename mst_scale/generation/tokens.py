@@ -21,8 +21,10 @@ def tokenizer_for(weights: ModelWeights, given: str | None = None) -> Tokenizer:
         OSError: if its vocabulary cannot be downloaded.
     """
     named = chosen(given, weights.tokenizer, str(weights.path))
-    if named is None and (weights.path / "tokenizer.json").is_file():
-        found = _of_transformers(weights.path)
+    folder = weights.path if weights.path.is_dir() else weights.path.parent
+    has_files = given is None and (folder / "tokenizer.json").is_file()
+    if has_files and (named is None or is_missing(named.name)):
+        found = _of_transformers(folder)
     elif named is None:
         raise UserError(f"{weights.path} does not say which tokenizer made its corpus: name it with --tokenizer")
     elif is_missing(named.name):
@@ -30,7 +32,12 @@ def tokenizer_for(weights: ModelWeights, given: str | None = None) -> Tokenizer:
             f"{weights.path}: its tokenizer {named.name} is missing: name the file where it is now (--tokenizer)"
         )
     else:
-        found = load_tokenizer(named.name)
+        try:
+            found = load_tokenizer(named.name)
+        except OSError:  # its vocabulary cannot be downloaded
+            if not has_files:
+                raise
+            found = _of_transformers(folder)
     if found.vocab_size > weights.config.vocab_size:
         raise UserError(
             f"tokenizer {found.name!r} has {found.vocab_size} ids, but the model only {weights.config.vocab_size}: "

@@ -52,6 +52,8 @@ COMPANIONS = (
     "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
     "vocab.json", "merges.txt", "vocab.txt", "tokenizer.model", "spiece.model", "chat_template.jinja",
 )  # fmt: skip
+OTHER_COMPANIONS = ("generation_config.json",)
+"""Those of them that do not belong to the model's tokenizer."""
 
 
 @dataclass(frozen=True)
@@ -197,7 +199,7 @@ def _export_transformers(
     with draft_of(out) as draft:
         if tokenizer is not None:
             note = write_tokenizer(draft, tokenizer, int(source.config.get("vocab_size", 0)))[1]
-        for name in COMPANIONS:
+        for name in COMPANIONS if tokenizer is None else OTHER_COMPANIONS:  # not the files of two tokenizers
             if not (draft / name).exists() and (found := source.beside(name)) is not None:
                 shutil.copy2(found, draft / name)
         if tokenizer is None and source.tokenizer is None:

@@ -20,6 +20,7 @@ from mst_scale.config.parallel import KEYS, sizes_of
 from mst_scale.config.presets import config_file, describe_missing, ready_configs
 from mst_scale.errors import UserError
 
+PORTS = ("--port", "--ssh-port")
 COUNTS = ("--processes", "--nodes", "--ranks-per-node", "--cpus-per-rank")  # 0 of them train nothing
 
 
@@ -70,6 +71,8 @@ def read_options(
         if name in numbers:
             if not (value.isascii() and value.isdigit()):
                 raise UserError(f"{name} must be a number, not '{value}'")
+            if name in PORTS and not 1 <= int(value) <= 65535:
+                raise UserError(f"{name} must be a port from 1 to 65535, not {value}")
             if int(value) == 0 and name in COUNTS:
                 raise UserError(f"{name} must be at least 1, not {value}")
             values[name] = int(value)
@@ -78,6 +81,24 @@ def read_options(
         else:
             values[name] = [*values[name], value]  # type: ignore[misc]
     return Namespace(**{name.lstrip("-").replace("-", "_"): value for name, value in values.items()}), rest
+
+
+def seconds_in(variable: str, usual: float) -> float:
+    """Return the seconds that an environment variable states, or the usual ones.
+
+    Raises:
+        UserError: if it states anything else.
+    """
+    stated = os.environ.get(variable)
+    if not stated:
+        return usual
+    try:
+        seconds = float(stated)
+    except ValueError:
+        seconds = math.nan
+    if not 0 <= seconds < math.inf:
+        raise UserError(f"{variable} = {stated!r} must be a number of seconds")
+    return seconds
 
 
 def split_config(words: Sequence[str]) -> tuple[str, list[str]]:

@@ -30,8 +30,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 from mst_scale.errors import UserError
-from mst_scale.launch.command_line import check_groups, quoted, read_options, split_config
+from mst_scale.launch.command_line import check_groups, quoted, read_options, seconds_in, split_config
 from mst_scale.launch.environment import SCRIPTS, carried_variables, load_cluster_settings
+from mst_scale.launch.node import ranks_of_node
 from mst_scale.launch.restarts import RESTARTS, keep_running
 from mst_scale.launch.supervisor import Supervisor, spawn
 
@@ -100,20 +101,19 @@ def main(words: list[str]) -> int:
     hosts = [name for name, _ in nodes]
     machines = Machines(hosts, options.launcher, options.ssh_port)
 
+    world = {name: [str(slot) for slot in range(slots)] for name, slots in nodes}
+    address = options.master or hosts[0].rpartition("@")[2]
+
     def program(number: int) -> list[str]:
-        return [
-            "deepspeed", "--log_level", "error", "--hostfile", os.path.abspath(hostfile), "--no_ssh",
-            "--node_rank", str(number), "--master_addr", options.master or hosts[0].rpartition("@")[2],
-            "--master_port", str(options.port),
-            "--module", "mst_scale.pretrain", "--deepspeed_config", config, *arguments,
-        ]  # fmt: skip
+        words = ["mst_scale.pretrain", "--deepspeed_config", config, *arguments]
+        return ranks_of_node(world, number, address, str(options.port), *words)
 
     if options.dry_run:
         print("\n".join(map(quoted, machines.commands(program))))
         return 0
     supervisor = Supervisor(machines.ask)
     # Ranks that have met end by themselves when one is lost; those that still wait for it are asked to.
-    patience = float(os.environ.get("MST_MEETING") or 60)
+    patience = seconds_in("MST_MEETING", 60)
 
     def start() -> int:
         return supervisor.run(*machines.commands(program), own_session=True, patience=patience)
@@ -127,10 +127,14 @@ def _read(hostfile: Path) -> list[tuple[str, int]]:
         lines = hostfile.read_text().splitlines()
     except FileNotFoundError:
         raise UserError(f"there is no hostfile {hostfile}") from None
-    found = []
+    found: list[tuple[str, int]] = []
     for number, text in enumerate(lines, start=1):
         line = text.partition("#")[0]
         if match := LINE.fullmatch(line):
+            if match[1] in dict(found):
+                raise UserError(
+                    f"{hostfile}, line {number}: {match[1]} stands there twice: add up its slots in one line"
+                )
             found.append((match[1], int(match[2])))
         elif line.strip():
             raise UserError(f"{hostfile}, line {number}: write NAME slots=NUMBER, not '{line}'")

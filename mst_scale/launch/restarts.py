@@ -12,6 +12,7 @@ import secrets
 import time
 from collections.abc import Callable, Sequence
 
+from mst_scale.launch.command_line import seconds_in
 from mst_scale.launch.supervisor import Supervisor, say
 from mst_scale.pretrain.outcome import outcome
 
@@ -40,7 +41,7 @@ def keep_running(
     Returns:
         The exit code for the launcher.
     """
-    pause, healthy = float(os.environ.get("MST_PAUSE") or 10), healthy_seconds()
+    pause, healthy = seconds_in("MST_PAUSE", 10), healthy_seconds()
     argv = ["--deepspeed_config", config, *arguments]
     attempt = 0
     while True:
@@ -71,4 +72,4 @@ def keep_running(
 
 def healthy_seconds() -> float:
     """Return the duration of a start after which its failure is considered unrelated to the previous one."""
-    return float(os.environ.get("MST_HEALTHY") or 3600)
+    return seconds_in("MST_HEALTHY", 3600)

@@ -107,6 +107,10 @@ def main(words: list[str]) -> int:
     words = [str(SCRIPTS / "slurm_job.sh"), str(ROOT), options.starter, str(ranks)]
     words += [str(options.restarts), str(options.requeues), config, *arguments]
     if options.nodes_by_phase is not None:
+        if options.nodes is not None:
+            raise UserError(f"--nodes {options.nodes} has no effect with --nodes-by-phase: leave one of them out")
+        if any(word.partition("=")[0] == "--stop-at" for word in arguments):
+            raise UserError("--stop-at cannot be combined with --nodes-by-phase, which sets it for each job")
         shares = shares_of(options.nodes_by_phase, config, arguments)
     else:
         shares = [Share((), options.nodes or 1, None)]
@@ -166,7 +170,13 @@ def shares_of(text: str, config: str, arguments: Sequence[str]) -> list[Share]:
         UserError: The option does not name the phases of the run, each once.
     """
     nodes = _nodes(text)
-    schedule = read_run(config, arguments)[0].schedule
+    experiment = read_run(config, arguments)[0]
+    if experiment.mst.sparsity.is_limited and "train_batch_size" not in experiment.deepspeed:
+        raise UserError(
+            "--nodes-by-phase needs train_batch_size in CONFIG: phases whose length is given in tokens "
+            "(mst.sparsity.sparse_tokens) end at other steps with other batches"
+        )
+    schedule = experiment.schedule
     names = [phase.name for phase in schedule.phases if phase.stop > phase.start]
     if sorted(nodes) != sorted(set(names)):
         raise UserError(

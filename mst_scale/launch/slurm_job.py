@@ -11,13 +11,13 @@ import dataclasses
 import os
 import re
 import signal
+import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NoReturn
 
 from mst_scale.launch import node
 from mst_scale.launch.command_line import quoted
@@ -134,9 +134,20 @@ class Job:
         counted = f"{self._comment} mst_failures={self.failures + 1}".strip()
         output_of("scontrol", "update", f"JobId={self.number}", f"Comment={counted}")
 
-    def requeue(self, scratch: tempfile.TemporaryDirectory[str]) -> NoReturn:
-        """Queue the job again, and wait for Slurm to end this one, with a SIGTERM that we would not heed."""
-        output_of("scontrol", "requeue", self.number)
+    def requeue(self, scratch: tempfile.TemporaryDirectory[str], code: int) -> int:
+        """Queue the job again, and wait for Slurm to end this one, with a SIGTERM that we would not heed.
+
+        Returns:
+            If Slurm does not queue it again, the exit code of the job, which is not 0: nothing continues the run.
+        """
+        asked = subprocess.run(
+            ["scontrol", "requeue", self.number], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+            check=False,
+        )  # fmt: skip
+        if asked.returncode:
+            why = asked.stdout.strip() or f"scontrol ended with {asked.returncode}"
+            say(f"Slurm does not queue the job again ({why}): submit it once more, which continues its run")
+            return code or 1
         scratch.cleanup()
         sys.stdout.flush()
         unblock()
@@ -223,11 +234,11 @@ def main(words: list[str]) -> int:
         say("the job was asked to stop for good; the same command continues its run")
     elif code != 2 and (stopping or (code == 0 and "stopped" in job.reports)):
         say("the job was asked to stop; its run continues in the next job")
-        job.requeue(scratch)
+        return job.requeue(scratch, code)
     elif code not in (0, 2, 3) and job.failures < int(requeues):
         say(f"the run failed on these nodes ({job.node_list}); it is queued again")
         job.count_failure()
-        job.requeue(scratch)
+        return job.requeue(scratch, code)
     return code
 
 

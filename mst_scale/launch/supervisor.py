@@ -18,6 +18,8 @@ from pathlib import Path
 
 import psutil
 
+from mst_scale.launch.command_line import seconds_in
+
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 LOOK_EVERY = 1.0  # seconds between two checks whether the ranks should end
 NOT_BEGUN = 128 + signal.SIGTERM  # the exit code of a start that was asked to stop before it began
@@ -79,7 +81,7 @@ class Supervisor:
         if self.asked_to_stop():
             return NOT_BEGUN
         environment = {**os.environ, **(variables or {})}
-        again = float(os.environ.get("MST_ASK_AGAIN") or 10)
+        again = seconds_in("MST_ASK_AGAIN", 10)
         worst, asked, ask_at, leaves = 0, False, None, False
         try:
             for command in commands:

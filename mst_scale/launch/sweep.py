@@ -19,7 +19,6 @@ or Ctrl-C the current run saves, and the sweep ends. In a clone you can also cal
 
 from __future__ import annotations
 
-import json
 import re
 import signal
 import statistics
@@ -32,6 +31,7 @@ from mst_scale.errors import UserError
 from mst_scale.launch.command_line import read_options, split_config
 from mst_scale.launch.supervisor import Supervisor, forward, say
 from mst_scale.run_logging import run_file
+from mst_scale.run_logging.metrics import read
 from mst_scale.run_logging.run_file import FINISHED
 
 LAUNCHERS = ("local", "hostfile", "mpi", "slurm")
@@ -49,6 +49,7 @@ def main(words: list[str]) -> int:
         flags=["--table", "--dry-run"],
     )  # fmt: skip
     split_config(rest)
+    _check_rest(rest[1:])
     launcher = getattr(options, "with").removesuffix(".sh")
     if launcher not in LAUNCHERS:
         raise UserError(f"--with {launcher}: choose local, hostfile, mpi or slurm")
@@ -58,10 +59,13 @@ def main(words: list[str]) -> int:
         raise UserError(f"--seeds {options.seeds}: separate the numbers with commas")
     methods, seeds, out = options.methods.split(","), options.seeds.split(","), Path(options.out)
 
+    def words_of(method: str, seed: str, folder: Path) -> list[str]:
+        return [*rest, "--method", method, "--set", f"training.seed={seed}", "--out", str(folder)]
+
     def command(method: str, seed: str, folder: Path) -> list[str]:
         chosen = ["--dry-run"] if options.dry_run else []
-        of_run = ["--method", method, "--set", f"training.seed={seed}", "--out", str(folder)]
-        return [sys.executable, "-m", "mst_scale.launch", launcher, *chosen, *options.with_option, *rest, *of_run]
+        words = words_of(method, seed, folder)
+        return [sys.executable, "-m", "mst_scale.launch", launcher, *chosen, *options.with_option, *words]
 
     runs = [(method, seed, out / f"{method}-{seed}") for seed in seeds for method in methods]
     if options.dry_run:
@@ -72,7 +76,7 @@ def main(words: list[str]) -> int:
     for method, seed, folder in [] if options.table else runs:
         if supervisor.asked_to_stop():
             break
-        if _is_finished(folder):
+        if _is_finished(folder, words_of(method, seed, folder)):
             print(f"{folder} is finished", flush=True)
             continue
         print(folder, flush=True)
@@ -86,8 +90,19 @@ def main(words: list[str]) -> int:
     return int(failures > 0)
 
 
-def _is_finished(folder: Path) -> bool:
-    return any(start.get("how") == FINISHED for start in run_file.read(folder / "run.json").get("starts", []))
+def _check_rest(arguments: list[str]) -> None:
+    """Reject what the sweep itself states for each run, and would overrule."""
+    for word in arguments:
+        name = word.partition("=")[0]
+        if name in ("--out", "--method") or word.removeprefix("--set=").startswith("training.seed="):
+            given = {"--out": "--out", "--method": "--methods"}.get(name, "--seeds")
+            raise UserError(f"{word} after CONFIG has no effect in a sweep: give {given} before CONFIG")
+
+
+def _is_finished(folder: Path, words: list[str]) -> bool:
+    """Return whether the run in a folder was finished by the command that ends in these words."""
+    starts = run_file.read(folder / "run.json").get("starts", [])
+    return any(start.get("how") == FINISHED and start.get("command", [])[-len(words) :] == words for start in starts)
 
 
 def _print_table(out: Path, methods: list[str], seeds: list[str]) -> None:
@@ -105,7 +120,6 @@ def _print_table(out: Path, methods: list[str], seeds: list[str]) -> None:
 
 
 def _last_validated(metrics: Path) -> dict[str, Any] | None:
-    """Return the last row with a validation loss; a line that is still being written is left out."""
-    lines = metrics.read_text().splitlines(keepends=True) if metrics.exists() else []
-    rows = [json.loads(line) for line in lines if line.endswith("\n")]
-    return next((row for row in reversed(rows) if row.get("val_loss") is not None), None)
+    """Return the last row with a validation loss."""
+    rows = [row for row in read(metrics) if row.get("val_loss") is not None] if metrics.exists() else []
+    return rows[-1] if rows else None

@@ -7,6 +7,7 @@ then continues from it as from any other, also on another number of ranks.
 
 from __future__ import annotations
 
+import functools
 import shutil
 import time
 from collections.abc import Iterable, Sequence
@@ -35,11 +36,18 @@ def restore(out: Path, resume_from: str, ranks: Ranks) -> dict[str, Any] | None:
 
     Returns:
         What the event `CONTINUED` says; None if there is no such copy.
+
+    Raises:
+        OSError: if the copy cannot be written to disk. It stays in memory.
+        FailedElsewhere: the same, where another rank has raised the OSError.
     """
     held = _Held(out, ranks)
     if not held.copies or ranks.on_first(lambda: resume.effective(resume_from, out)) != "auto":
         return None
     checkpoints = out / "checkpoints"
+    if ranks.on_first(lambda: _is_new(out)):
+        logger.info("copies in memory are not used: they are of an earlier run in %s, which was removed", out)
+        return None
     verified = ranks.on_first(lambda: run_file.verified(out / "run.json"))
     reasons = ranks.on_first(lambda: _why_not(out, held.copies, verified))
     on_disk = _newest_on_disk(checkpoints, held.copies, verified, ranks)
@@ -59,6 +67,12 @@ def restore(out: Path, resume_from: str, ranks: Ranks) -> dict[str, Any] | None:
                 return {"step": copy.step, "parts": copy.ranks, "seconds": round(seconds, 3)}
         logger.warning("the copy of step %d in memory is not used: %s", copy.step, why)
     return None
+
+
+def _is_new(out: Path) -> bool:
+    """Return whether a folder has nothing of a run, whatever the memory of this host still has of its path."""
+    known = any((out / name).exists() for name in ("run.json", "run.json.damaged", "config.json", "metrics.jsonl"))
+    return not known and not store.list_tags(out / "checkpoints")
 
 
 def _by_copy(held: Iterable[tuple[str, list[tuple[Copy, int]]]]) -> dict[Copy, dict[int, list[str]]]:
@@ -132,7 +146,12 @@ class _Held:
         self.copies = _by_copy(zip(self._hosts, _gather(ranks, mine), strict=True))
 
     def make_checkpoint(self, copy: Copy, checkpoints: Path) -> str | None:
-        """Write the parts of a copy into a draft and seal it, on all ranks together; return why not, if that failed."""
+        """Write the parts of a copy into a draft and seal it, on all ranks together; return why parts are unusable.
+
+        Raises:
+            OSError: if the disk cannot take them.
+            FailedElsewhere: the same, where another rank has raised the OSError.
+        """
         final = checkpoints / store.tag_of(copy.step)
         draft = final.with_name(f"{final.name}.{copy.name}{store.PARTIAL}")
 
@@ -144,9 +163,16 @@ class _Held:
             self._ranks.on_first(begin)
             head, files = self._collect(copy, draft)
             self._ranks.on_first(lambda: _seal(draft, final, head, files), long=True)
-        except (OSError, FailedElsewhere) as error:
+        except (OSError, Damaged, FailedElsewhere) as error:
             self._ranks.on_first(lambda: shutil.rmtree(draft, ignore_errors=True))
-            return str(error)
+            if isinstance(error, FailedElsewhere):
+                raise
+            if isinstance(error, Damaged):
+                return str(error)
+            raise OSError(
+                f"the copy of step {copy.step} in memory cannot be written to {checkpoints} "
+                f"({store.free_space(checkpoints)}): {error}. It stays in memory: make room, and start the run again"
+            ) from error
         return None
 
     def _collect(self, copy: Copy, draft: Path) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -156,7 +182,8 @@ class _Held:
             The manifest of a part, and the digests of all files.
 
         Raises:
-            OSError: on all ranks, if a part cannot be had from any host.
+            Damaged: on all ranks, if a part cannot be had from any host.
+            OSError: on one rank, if it cannot be written; FailedElsewhere on the others.
         """
         parts = self.copies[copy]
         head: dict[str, Any] = {}
@@ -165,7 +192,8 @@ class _Held:
         left = set(range(copy.ranks))
         for attempt in range(max(map(len, parts.values()))):
             mine = [rank for rank in left if self._reader(rank, parts[rank][attempt:]) == self._ranks.rank]
-            for written in _gather(self._ranks, {rank: self._put_back(copy, rank, draft) for rank in mine}):
+            own = self._ranks.agree(functools.partial(self._put_all_back, copy, mine, draft))
+            for written in _gather(self._ranks, own):
                 for rank, found in written.items():
                     if isinstance(found, str):
                         errors[rank] = found
@@ -173,7 +201,7 @@ class _Held:
                         head, left = found[0], left - {rank}
                         files |= found[1]
         if left:
-            raise OSError("; ".join(errors[rank] for rank in sorted(left)[:3]))
+            raise Damaged("; ".join(errors[rank] for rank in sorted(left)[:3]))
         return head, files
 
     def _reader(self, part: int, hosts: list[str]) -> int | None:
@@ -181,11 +209,14 @@ class _Held:
         there = [rank for rank, host in enumerate(self._hosts) if host in hosts[:1]]
         return there[part % len(there)] if there else None
 
+    def _put_all_back(self, copy: Copy, mine: list[int], draft: Path) -> dict[int, Any]:
+        return {rank: self._put_back(copy, rank, draft) for rank in mine}
+
     def _put_back(self, copy: Copy, rank: int, draft: Path) -> tuple[dict[str, Any], dict[str, Any]] | str:
         part = memory_copies.part_folder(self._folder, store.tag_of(copy.step), rank)
         try:
             head, digests = memory_copies.put_back(part, draft)
-        except (OSError, Damaged) as error:
+        except Damaged as error:
             return str(error)
         return {key: value for key, value in head.items() if key != "files"}, digests
 

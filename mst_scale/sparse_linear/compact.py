@@ -29,7 +29,7 @@ from mst_scale.sparse_linear import cpu, head
 from mst_scale.sparse_linear.definition import under_autocast, wide
 from mst_scale.sparse_linear.derivatives import TO_DENSE, Sink, ValuesLinear, outside_graphs
 from mst_scale.sparse_linear.kernel import CompiledProducts
-from mst_scale.transforms import check_not_transformed, leave_graph
+from mst_scale.transforms import check_first_derivative, check_not_transformed, leave_graph
 
 
 def products_of(positions: Tensor, shape: tuple[int, int], across: bool = False) -> cpu.Products:
@@ -204,6 +204,8 @@ class _Expanded(torch.autograd.Function):
         # only operations that torch differentiates, so that create_graph=True works
         (x, values), dy = ctx.saved_tensors, grads[0]
         index: CompactIndex = ctx.index
+        if ctx.sink is not None:  # it would not get what a second pass adds to the gradient
+            check_first_derivative("growth by gradients in compact layers", "set mst.compute.compact to off")
         wants_x, wants_values, wants_bias = ctx.needs_input_grad[:3]
         dx = dvalues = dbias = None
         flat_x, flat = x.reshape(-1, index.inputs), dy.reshape(-1, index.outputs)

@@ -207,6 +207,8 @@ class ValuesLinear(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (x, values), dy, products = ctx.saved_tensors, grads[0], ctx.products
+        if ctx.sink is not None:  # it would not get what a second pass adds to the gradient
+            check_first_derivative("growth by gradients in compact layers", "set mst.compute.compact to off")
         wants_x, wants_values, wants_bias = ctx.needs_input_grad[:3]
         s, dbias = values.to(wide(values.dtype)), dy.sum(0) if wants_bias else None
         sampled = wants_values and ctx.sink is None

@@ -36,6 +36,8 @@ from mst_scale.sparse_linear.definition import Index, under_autocast
 from mst_scale.sparse_linear.derivatives import TO_DENSE
 from mst_scale.transforms import check_not_transformed
 
+_CHANGED = "mst_changed_modules"  # of a model: (module, attribute, what it was before)
+
 
 class Function(Protocol):
     """Computes the weight of a layer from what its parameter stores."""
@@ -162,7 +164,9 @@ class SparseLayers:
                 reason = dispatch.why_not(backend, parameter.device.type, parameter.dtype, product.shape, block)
                 if reason is not None:
                     raise UserError(f"mst.compute.backend {backend!r} cannot run here: {reason}")
+            changed = vars(model).setdefault(_CHANGED, [])
             for module, attribute in places:
+                changed.append((module, attribute, vars(module).get(attribute)))
                 setattr(module, attribute, _in_place(module, product, attribute, forwards))
         if self.left_dense and backend != "dense":
             dispatch.log.info(
@@ -232,6 +236,14 @@ def _places(
                 yield module, "head_product"
                 if hasattr(module, "head_loss"):
                     yield module, "head_loss"
+
+
+def remove_products(model: nn.Module) -> None:
+    """Give the modules of a model back what `SparseLayers` has replaced, so that they multiply by all weights."""
+    for module, attribute, before in reversed(vars(model).pop(_CHANGED, [])):
+        vars(module).pop(attribute, None)
+        if before is not None:
+            setattr(module, attribute, before)
 
 
 def _in_place(module: Any, product: Product, attribute: str, forwards: Mapping[type, Forward]) -> Any:

@@ -30,7 +30,7 @@ class CompactStore:
         self.values = dense_store(engine, parameters)
         """Where the values of each parameter lie; its slices are ranges of what it stores."""
         self.parameters = self.values.parameters
-        self.group = self.values.group
+        self.group, self.place = self.values.group, engine.device
         self.collectives = NamedCollectives("mst_compact")
         self.replicas = groups_of(engine).replicas
         self.parts = int(engine.sequence_parallel_size)
@@ -228,7 +228,10 @@ class CompactStore:
     def _join(self, joined: Tensor) -> None:
         """Combine values, each of which is 0 on all ranks but one: added as integers, so every bit is kept."""
         if self.group is not None:
-            self.collectives.all_reduce(joined, group=self.group)
+            sent = joined.to(self.place)  # offloaded states lie elsewhere
+            self.collectives.all_reduce(sent, group=self.group)
+            if sent is not joined:
+                joined.copy_(sent)
 
 
 def _place_in(group: Any) -> tuple[int, int]:

@@ -1,6 +1,6 @@
 """Finds the copy of a checkpoint that loads on another number of ranks or at another ZeRO stage.
 
-If there is no copy, the error says how to make it.
+If there is no copy, or the checkpoint was saved again since, the error says how to make it.
 
 DeepSpeed's own loading fails for another layout, with an exception that depends on the stages: a ZeRORuntimeException,
 a missing file, an empty AssertionError. `mst reshape CHECKPOINT` writes a copy that every layout can load into the
@@ -18,12 +18,12 @@ from pathlib import Path
 from typing import Any
 
 from mst_scale.comm import logger
+from mst_scale.copies import COPY, has_copy
 from mst_scale.errors import UserError
 from mst_scale.zero_shards.compact_files import file_of
 from mst_scale.zero_shards.compact_index import is_compact
 from mst_scale.zero_shards.groups import stage_count, tensor_slices
 
-COPY, MANIFEST = "universal", "manifest.json"  # of checkpoints.store, which stands above this package
 OF_A_PART = re.compile(r"mp_rank_(\d+)_model_states\.pt$")
 OF_A_RANK = re.compile(r"zero_pp_rank_(\d+)_mp_rank_\d+_(optim|model)_states\.pt$")
 
@@ -31,7 +31,7 @@ OF_A_RANK = re.compile(r"zero_pp_rank_(\d+)_mp_rank_\d+_(optim|model)_states\.pt
 def copy_of(engine: Any, load_dir: Path, tag: Any) -> str | None:
     """Return the tag of the copy to load instead of a checkpoint; None if its own files fit, or there is no copy."""
     folder = _folder(load_dir, tag)
-    if folder is None or not (folder / COPY / MANIFEST).is_file():
+    if folder is None or not has_copy(folder):
         return None
     why = _misfit(folder, engine)
     if why is None:
@@ -43,7 +43,7 @@ def copy_of(engine: Any, load_dir: Path, tag: Any) -> str | None:
 def checkpoint_to_reshape(engine: Any, load_dir: Path, tag: Any) -> tuple[Path, str] | None:
     """Return a checkpoint of another layout that has no copy yet, and how the layouts differ; None for any other."""
     folder = _folder(load_dir, tag)
-    if folder is None or (folder / COPY / MANIFEST).is_file():
+    if folder is None or has_copy(folder):
         return None
     why = _misfit(folder, engine)
     return None if why is None else (folder, why)

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from mst_scale.copies import remove_outdated
 from mst_scale.errors import UserError
 from mst_scale.latest import tag_in
 from mst_scale.snapshot import SUPPORTED as snapshot_supported
@@ -137,6 +138,9 @@ def carry_along(engine: Any, follower: Any) -> None:
     def save_checkpoint(*args: Any, **named: Any) -> Any:
         given = of_save.bind(*args, **named).arguments
         tag = f"global_step{engine.global_steps}" if given.get("tag") is None else str(given["tag"])
+        if torch.distributed.get_rank() == 0:
+            remove_outdated(Path(given["save_dir"]) / tag)
+        torch.distributed.barrier()
         # before DeepSpeed's own files, so that its `latest` never names a checkpoint without masks
         head = follower.saving(Path(given["save_dir"]) / tag)
         state = {**(given.get("client_state") or {}), "mst": head}
@@ -152,6 +156,12 @@ def carry_along(engine: Any, follower: Any) -> None:
             tag = tag_in(latest)
         if given.get("load_module_only") and tag is not None:  # at ZeRO-3 DeepSpeed's own loads nothing, and masks
             return str(folder / tag), follower.load_weights(folder / tag)  # have to fit
+        if indexes and given.get("load_optimizer_states") is False and engine.global_steps:
+            raise UserError(
+                "load_checkpoint(load_optimizer_states=False) cannot keep this engine's optimizer states, because "
+                "compact layers store those of active weights alone, and the checkpoint has other active weights: load "
+                "the states too, load into a new engine, or set mst.compute.compact to off"
+            )
         undo = (lambda: None) if tag is None else follower.loading(folder / str(tag))
         path = None
         try:

@@ -108,6 +108,11 @@ def _refuse_untrained(source: Path, states: list[dict[str, Any]]) -> None:
     """Reject tensors that are not optimized, a buffer or another name of a tied weight: they would be lost."""
     tied = {name for state in states for name in state.get("shared_params") or ()}
     for state in states:
+        if state["module"] is None and state.get("buffer_names"):  # of a pipeline
+            raise UserError(
+                f"{source} has the buffer {state['buffer_names'][0]}, which a pipeline keeps in its layers' files: "
+                f"a universal checkpoint would lose it; {WARM}"
+            )
         module = state["module"] or {}
         if state.get("param_shapes") is not None:
             trained = {name for group in state["param_shapes"] for name in group}

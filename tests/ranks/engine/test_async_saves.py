@@ -6,6 +6,7 @@ import signal
 from pathlib import Path
 
 import pytest
+import torch
 
 import mst_scale
 from tests.support import pool
@@ -86,3 +87,52 @@ def offloaded(rank, world, folder):
 
 def test_offloaded_states_are_saved_by_blocking(tmp_path):
     assert pool.run(offloaded, 1, str(tmp_path)) == [(True, "global_step1")]
+
+
+def failing_twice(rank, world, folder):
+    """The third save is the first after one that failed; leftovers of a killed program are there before."""
+    left = Path(folder) / "global_step9.0123abcd.partial"
+    if rank == 0:
+        left.mkdir()
+    engine = started(1, world)
+    train(engine, rank, world, 1)
+    torch.distributed.barrier()
+    engine.save_checkpoint(folder)
+    engine.mst.finish_save()
+    swept = not left.exists()
+    if rank == 0:
+        os.kill(engine.mst.saves.process.pid, signal.SIGSTOP)
+    train(engine, rank, world, 1, first=1)
+    engine.save_checkpoint(folder)
+    if rank == 0:
+        engine.mst.saves.process.kill()
+    train(engine, rank, world, 1, first=2)
+    engine.save_checkpoint(folder)  # blocks, because the one before has failed
+    there = sorted(path.name for path in Path(folder).iterdir() if path.is_dir())
+    engine.mst.saves.close()
+    return swept, there
+
+
+def test_after_a_failed_save_the_next_one_blocks(tmp_path):
+    found = pool.run(failing_twice, 2, str(tmp_path))
+    assert found == [(True, ["global_step1", "global_step3"])] * 2
+    assert (tmp_path / "latest").read_text() == "global_step3"
+
+
+def saved_twice(rank, world, folder, in_background):
+    """The names in a folder that has files of an earlier save by more ranks."""
+    engine = started(1, world)
+    train(engine, rank, world, 1)
+    (Path(folder) / "last" / "universal").mkdir(parents=True)
+    (Path(folder) / "last" / "zero_pp_rank_1_mp_rank_00_optim_states.pt").write_text("old")
+    save = engine.save_checkpoint if in_background else engine.save_checkpoint.__wrapped__
+    save(folder, tag="last")
+    engine.mst.finish_save()
+    engine.mst.saves.close()
+    return sorted(path.name for path in (Path(folder) / "last").iterdir())
+
+
+@pytest.mark.parametrize("in_background", [False, True])
+def test_a_tag_that_is_saved_again_keeps_nothing_of_the_save_before(tmp_path, in_background):
+    (names,) = pool.run(saved_twice, 1, str(tmp_path), in_background)
+    assert names == ["mp_rank_00_model_states.pt", "mst", "zero_pp_rank_0_mp_rank_00_optim_states.pt"]

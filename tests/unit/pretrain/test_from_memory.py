@@ -1,9 +1,13 @@
 """Which copies in memory a run may continue from."""
 
+import errno
 import json
 
+import pytest
+
 from mst_scale.checkpoints.memory_copies import Copy
-from mst_scale.pretrain.from_memory import _by_copy, _newest_on_disk, _why_not
+from mst_scale.pretrain import from_memory
+from mst_scale.pretrain.from_memory import _by_copy, _Held, _is_new, _newest_on_disk, _why_not
 from mst_scale.run_logging.run_file import CORRUPTED, DIVERGED, verified
 
 OLD, NEW = Copy(4, 1, "a", 2), Copy(6, 1, "b", 2)
@@ -36,8 +40,12 @@ def test_why_a_copy_is_not_used(tmp_path):
 class Alone:
     """One rank."""
 
-    def on_first(self, run):
+    rank = 0
+
+    def on_first(self, run, long=False):
         return run()
+
+    agree = on_first
 
 
 def test_after_silent_corruption_later_checkpoints_do_not_count(tmp_path):
@@ -46,3 +54,35 @@ def test_after_silent_corruption_later_checkpoints_do_not_count(tmp_path):
     assert _newest_on_disk(tmp_path, [OLD, Copy(8, 1, "c", 2)], None, Alone()) == 6
     assert _newest_on_disk(tmp_path, [OLD, Copy(8, 1, "c", 2)], 4, Alone()) == 3
     assert _newest_on_disk(tmp_path, [OLD], 2, Alone()) == -1
+
+
+def test_a_folder_without_a_run_takes_nothing_from_memory(tmp_path):
+    assert _is_new(tmp_path / "removed") and _is_new(tmp_path)
+    (tmp_path / "config.json").write_text("{}")
+    assert not _is_new(tmp_path)
+    (tmp_path / "config.json").unlink()
+    (tmp_path / "checkpoints" / "step00000004").mkdir(parents=True)
+    (tmp_path / "checkpoints" / "step00000004" / "manifest.json").write_text("{}")
+    assert not _is_new(tmp_path), "checkpoints of a run whose other files were lost"
+
+
+class Held(_Held):
+    """The parts of one rank, that can be put back or not."""
+
+    def __init__(self, error):
+        self._ranks, self._folder, self._hosts, self.copies = Alone(), None, ["a"], {OLD: {0: ["a"], 1: ["a"]}}
+        self.error = error
+
+    def _put_back(self, copy, rank, draft):
+        raise self.error
+
+
+def test_a_full_disk_ends_the_start_and_damaged_parts_do_not(tmp_path, monkeypatch):
+    monkeypatch.setattr(from_memory, "_gather", lambda ranks, mine: [mine])
+    with pytest.raises(OSError, match="stays in memory"):
+        Held(OSError(errno.ENOSPC, "No space left on device")).make_checkpoint(OLD, tmp_path)
+    assert list(tmp_path.iterdir()) == [], "no draft stays"
+    held = Held(None)
+    held._put_back = lambda copy, rank, draft: "manifest.json does not match its digest"
+    assert "does not match" in held.make_checkpoint(OLD, tmp_path)
+    assert list(tmp_path.iterdir()) == []

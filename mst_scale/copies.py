@@ -1,0 +1,55 @@
+"""Says whether the copy of a checkpoint for other layouts is one of the files that the checkpoint has now.
+
+`mst reshape` writes the copy into the checkpoint's folder. A tag can be saved again, by `accelerator.save_state` to the
+same folder or by a run that is repeated: the copy, and files of ranks that no longer exist, would be of another step.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+from collections.abc import Collection
+from pathlib import Path
+
+COPY, MANIFEST = "universal", "manifest.json"
+SOURCE = "source"
+"""What the manifest of a copy calls the identity of the checkpoint."""
+
+
+def has_copy(checkpoint: Path) -> bool:
+    """Return whether a checkpoint has a copy of the files that it has now; its tag may have been saved again."""
+    manifest = checkpoint / COPY / MANIFEST
+    if not manifest.is_file():
+        return False
+    try:
+        return bool(json.loads(manifest.read_text()).get(SOURCE) == identity_of(checkpoint))
+    except ValueError:  # damaged: it is made again
+        return False
+
+
+def identity_of(checkpoint: Path) -> str:
+    """Return a digest that changes when a checkpoint is saved again.
+
+    It is that of the manifest, which has the digests of all files. DeepSpeed's own checkpoints have none: there it is
+    that of the names, sizes and times of their files, which may be gigabytes.
+    """
+    manifest = checkpoint / MANIFEST
+    if manifest.is_file():
+        return hashlib.sha256(manifest.read_bytes()).hexdigest()
+    files = sorted(path for pattern in ("*.pt", "mst/*", "zero/*/*.pt") for path in checkpoint.glob(pattern))
+    facts = [(str(p.relative_to(checkpoint)), p.stat().st_size, p.stat().st_mtime_ns) for p in files]
+    return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
+
+
+def remove_outdated(checkpoint: Path, keep: Collection[str] = ()) -> None:
+    """Remove what a checkpoint would keep of an earlier save under its tag: the copy, and files of other ranks.
+
+    Args:
+        checkpoint: the folder.
+        keep: names of files that stay.
+    """
+    shutil.rmtree(checkpoint / COPY, ignore_errors=True)
+    for path in checkpoint.glob("*_states.pt"):
+        if path.name not in keep:
+            path.unlink(missing_ok=True)

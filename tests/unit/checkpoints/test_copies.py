@@ -1,0 +1,54 @@
+"""A copy of a checkpoint for other layouts is used only as long as the checkpoint is the one that was copied."""
+
+import json
+import os
+
+from mst_scale.copies import COPY, MANIFEST, SOURCE, has_copy, identity_of, remove_outdated
+
+
+def saved(folder, content="one"):
+    (folder / "mst").mkdir(parents=True, exist_ok=True)
+    for name in ("mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_optim_states.pt", "mst/masks.json"):
+        (folder / name).write_text(content)
+    return folder
+
+
+def copied(folder):
+    (folder / COPY).mkdir()
+    (folder / COPY / MANIFEST).write_text(json.dumps({SOURCE: identity_of(folder)}))
+
+
+def test_a_tag_that_is_saved_again_has_no_copy(tmp_path):
+    checkpoint = saved(tmp_path / "last")
+    assert not has_copy(checkpoint)
+    copied(checkpoint)
+    assert has_copy(checkpoint)
+    (checkpoint / "results.json").write_text("{}")  # what others put there does not matter
+    assert has_copy(checkpoint)
+    saved(checkpoint, "two")
+    os.utime(checkpoint / "mp_rank_00_model_states.pt", ns=(5, 5))
+    assert not has_copy(checkpoint)
+
+
+def test_the_manifest_is_the_identity_of_a_sealed_checkpoint(tmp_path):
+    checkpoint = saved(tmp_path / "step00000004")
+    (checkpoint / MANIFEST).write_text('{"step": 4}')
+    copied(checkpoint)
+    os.utime(checkpoint / "mp_rank_00_model_states.pt", ns=(5, 5))  # it was copied to another disk
+    assert has_copy(checkpoint)
+    (checkpoint / MANIFEST).write_text('{"step": 5}')
+    assert not has_copy(checkpoint)
+    (checkpoint / COPY / MANIFEST).write_text("{")
+    assert not has_copy(checkpoint), "a damaged copy is made again"
+
+
+def test_what_another_save_left_is_removed(tmp_path):
+    checkpoint = saved(tmp_path / "last")
+    copied(checkpoint)
+    other = checkpoint / "zero_pp_rank_1_mp_rank_00_optim_states.pt"
+    other.write_text("of a rank that is gone")
+    (checkpoint / "notes.txt").write_text("mine")
+    kept = {"mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_optim_states.pt"}
+    remove_outdated(checkpoint, kept)
+    assert {path.name for path in checkpoint.iterdir()} == {*kept, "mst", "notes.txt"}
+    remove_outdated(tmp_path / "new")  # nothing was saved there

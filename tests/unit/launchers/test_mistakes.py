@@ -1,0 +1,88 @@
+"""Wrong options and environments of launchers are rejected before anything starts."""
+
+import json
+import os
+
+import pytest
+
+from mst_scale.comm.launch import LAUNCHER_VARIABLES, complete_environment
+from mst_scale.errors import UserError
+from mst_scale.launch import hostfile, slurm, sweep
+from mst_scale.launch.command_line import read_options, seconds_in
+
+
+def test_a_launcher_that_leaves_out_a_variable(monkeypatch):
+    for name in LAUNCHER_VARIABLES:
+        monkeypatch.setenv(name, "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.delenv("LOCAL_RANK")
+    with pytest.raises(UserError, match="WORLD_SIZE is 2, but LOCAL_RANK is not set"):
+        complete_environment()
+
+
+def test_a_program_that_no_launcher_started(monkeypatch):
+    for name in LAUNCHER_VARIABLES:
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+    complete_environment()
+    assert os.environ["WORLD_SIZE"] == "1"
+
+
+@pytest.mark.parametrize(
+    "words", [["--out", "mine"], ["--out=mine"], ["--method", "set"], ["--set", "training.seed=3"]]
+)
+def test_a_sweep_states_these_itself(words):
+    with pytest.raises(UserError, match="after CONFIG has no effect in a sweep"):
+        sweep.main(["--dry-run", "demo", *words])
+
+
+def test_a_run_of_other_words_is_not_finished(tmp_path):
+    (tmp_path / "run.json").write_text(
+        '{"starts": [{"how": "finished", "command": ["python", "-m", "mst_scale.pretrain", "demo", "--out", "a"]}]}'
+    )
+    assert sweep._is_finished(tmp_path, ["demo", "--out", "a"])
+    assert not sweep._is_finished(tmp_path, ["gpt2_xl", "--out", "a"])
+
+
+def test_a_machine_that_stands_twice_in_a_hostfile(tmp_path):
+    file = tmp_path / "hosts"
+    file.write_text("one slots=2\ntwo slots=2\none slots=4\n")
+    with pytest.raises(UserError, match="line 3: one stands there twice"):
+        hostfile.main(["--hostfile", str(file), "--dry-run", "demo"])
+
+
+@pytest.mark.parametrize("port", ["0", "65536", "99999"])
+def test_ports(port):
+    with pytest.raises(UserError, match="from 1 to 65535"):
+        read_options(["--port", port, "demo"], None, numbers={"--port": None})
+
+
+@pytest.mark.parametrize("stated", ["abc", "-1", "nan", "inf"])
+def test_seconds_of_the_environment(monkeypatch, stated):
+    monkeypatch.setenv("MST_PAUSE", stated)
+    with pytest.raises(UserError, match="MST_PAUSE"):
+        seconds_in("MST_PAUSE", 10)
+    monkeypatch.setenv("MST_PAUSE", "0.5")
+    assert seconds_in("MST_PAUSE", 10) == 0.5
+    monkeypatch.setenv("MST_PAUSE", "")
+    assert seconds_in("MST_PAUSE", 10) == 10
+
+
+@pytest.mark.parametrize("words", [["--nodes", "2", "demo"], ["demo", "--stop-at", "3"], ["demo", "--stop-at=3"]])
+def test_options_that_nodes_by_phase_states(words):
+    with pytest.raises(UserError, match="--nodes-by-phase"):
+        slurm.main(["--nodes-by-phase", "warmup=2,ultra=1,restore=2,dense=2", "--dry-run", *words])
+
+
+def test_phases_in_tokens_need_the_batch(tmp_path):
+    raw = {
+        "train_micro_batch_size_per_gpu": 1,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+        "model": {"preset": "gpt2"},
+        "data": {"source": "package:sympy"},
+        "training": {"steps": 10**6},
+        "mst": {"method": "mst", "sparsity": {"max": 0.9, "sparse_tokens": 20}},
+    }
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    with pytest.raises(UserError, match="train_batch_size"):
+        slurm.shares_of("warmup=2,ultra=1,restore=2,dense=2", str(tmp_path / "config.json"), [])
