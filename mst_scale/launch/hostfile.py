@@ -4,8 +4,8 @@
   mst launch hostfile --hostfile hosts gpt3_1.3b --data /shared/fineweb --out /shared/runs/1.3b
 
   CONFIG           a file, or the name of a ready-made config
-  --hostfile FILE  the machines; this folder, the installation, CONFIG, the data and OUT must be at the same path on
-                   all of them
+  --hostfile FILE  the machines, read here; this folder, the installation, CONFIG, the data and OUT must be at the same
+                   path on all of them
   --launcher NAME  ssh (default) or pdsh
   --ssh-port P     port of ssh (default 22)
   --master ADDR    address of the first machine for the others (default: its name in the hostfile)

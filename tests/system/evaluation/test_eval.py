@@ -248,7 +248,10 @@ def test_each_rank_has_a_device(monkeypatch):
     with pytest.raises(UserError, match="--device gpu"):
         verb.device_of("gpu", 0)
     monkeypatch.setattr(verb, "_cuda", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     found = [str(verb.device_of(asked, 1)) for asked in (None, "cuda", "cuda:0", "cpu")]
+    with pytest.raises(UserError, match="2 GPU"):
+        verb.device_of("cuda:9", 0)
     assert found == ["cuda:1", "cuda:1", "cuda:0", "cpu"]
 
 

@@ -26,7 +26,7 @@ CASES = {
     "local.sh": [],
     "mpi.sh": [],
     "slurm.sh": [],
-    "sweep.sh": ["--methods", "dense,mst", "--seeds", "1,2"],
+    "sweep.sh": ["--methods", "dense,mst", "--seeds", "1,2", "--out", HOSTILE],
     "hostfile.sh": ["--hostfile", "hosts"],
 }
 
@@ -37,14 +37,15 @@ def test_dry_run_shows_words_that_a_shell_reads_back(tmp_path, script):
 
     (tmp_path / "hosts").write_text("node1 slots=8\nnode2 slots=8\n")
     made = config(tmp_path, HOSTILE + ".json")
-    text = shown(script, "--dry-run", *CASES[script], str(made), "--out", HOSTILE, cwd=tmp_path)
+    out = [] if script == "sweep.sh" else ["--out", HOSTILE]
+    text = shown(script, "--dry-run", *CASES[script], str(made), *out, cwd=tmp_path)
     lines = text.splitlines()
     assert len(lines) == {"sweep.sh": 4, "hostfile.sh": 2, "slurm.sh": 2}.get(script, 1)
     for number, line in enumerate(lines):
         words = shlex.split(line)
         inner = shlex.split(words[-1]) if script == "hostfile.sh" else words
         assert str(made) in inner and ("sbatch" in inner or "mst_scale.pretrain" in inner)
-        assert HOSTILE in inner or any(word.startswith("runs/sweep/") for word in inner)
+        assert HOSTILE in inner or any(word.startswith(f"{HOSTILE}/") for word in inner)
         assert ("DS_ACCELERATOR=cpu" in inner and "OMP_NUM_THREADS=1" in inner) or (script, number) == ("slurm.sh", 0)
 
 
@@ -134,7 +135,9 @@ def test_ranks_of_a_hostfile_are_numbered_along_its_lines(tmp_path):
     assert list(fetch_hostfile(str(tmp_path / "hosts")).items()) == [("zebra", 4), ("ant", 4)]
     lines = shown("hostfile.sh", "--dry-run", "--hostfile", "hosts", str(config(tmp_path)), *SHARED, cwd=tmp_path)
     first, second = lines.splitlines()
-    assert " zebra " in first and "--node_rank 0 " in first and " ant " in second and "--node_rank 1 " in second
+    assert " zebra " in first and "--node_rank=0 " in first and " ant " in second and "--node_rank=1 " in second
+    world = json.loads(base64.urlsafe_b64decode(first.partition("--world_info=")[2].split()[0]))
+    assert list(world.items()) == [("zebra", ["0", "1", "2", "3"]), ("ant", ["0", "1", "2", "3"])]
 
 
 # --- signals and restarts, with programs that stand for the real ones ---
@@ -378,7 +381,7 @@ def test_a_sweep_lets_its_run_save_and_ends(tmp_path, signum):
 
 SSH = """case "$*" in
 *--stop*) touch stop ;;
-*"--node_rank 0 "*) [ -e fails ] && exit 1; sleep 1; exit 1 ;;
+*"--node_rank=0 "*) [ -e fails ] && exit 1; sleep 1; exit 1 ;;
 *) touch waiting; until [ -e stop ]; do sleep 0.1; done; exit 1 ;;
 esac"""
 
