@@ -20,6 +20,9 @@ Rank 0 notifies all ranks, and all exit with code 1, so that the launcher can re
     rank 0 → a rank     "alive", "bye", "failed"           about itself
                         "gone …" or "failed …"             about another rank: exit at once, or after a grace period
 
+A rank that is frozen or stuck does not end when the launcher asks it to, and the launcher waits for it for half a
+minute: ranks that have the same parent process kill it when they exit.
+
 A run that was asked to stop does not wait the whole timeout for a frozen rank, which cannot save: see STOPPING_SECONDS.
 `mst_scale.pretrain` starts one `Watch`; `comm.own_loops` starts it for programs with a loop of their own.
 """
@@ -38,6 +41,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, NoReturn, Protocol
 
 from mst_scale.comm.exits import FailedElsewhere, report_failed
@@ -115,6 +119,7 @@ class Watch:
         self.world: Any = None  # the default process group; once it is destroyed, ranks are no longer watched
         self.ranks: _Meeting | None = None
         self.pid = os.getpid()  # a forked child, such as a worker that loads data, has copies of the connections
+        self.first = ""  # host and process of rank 0
         self.lost: str | None = None
         self.ending = False
         self.leaving = threading.Lock()  # only one thread prints the message
@@ -136,7 +141,8 @@ class Watch:
         if ranks.first:
             listener = _listen(ranks.world_size)
             port = listener.getsockname()[1]
-        token, port, host = ranks.on_first(lambda: (token, port, socket.gethostname()))
+        token, port, host, pid = ranks.on_first(lambda: (token, port, socket.gethostname(), self.pid))
+        self.first = f"({host}, process {pid})"
         if listener is None:
             failure = self._meet_first(host, port, token)
         else:
@@ -374,6 +380,7 @@ class Watch:
             assert self.ranks is not None and self.lost is not None
             if self.ranks.first or (self.lost.startswith("rank 0 ") and self.ranks.local_rank <= 1):
                 print(f"\nmst_scale: {self.lost}. The other ranks exit now{self.advice}", file=sys.stderr, flush=True)
+            _kill_siblings(self.lost.replace("rank 0 ", f"rank 0 {self.first} ", 1))
             os._exit(1)
 
     def _tell(self, word: str) -> None:
@@ -385,6 +392,17 @@ class Watch:
         if self.signals is not None and threading.current_thread() is threading.main_thread():
             os.close(signal.set_wakeup_fd(-1))
             self.signals = None
+
+
+def _kill_siblings(lost: str) -> None:
+    """Kill the processes that a message names, if they are here and have the same parent as this one."""
+    if "it was killed" in lost:  # its number may belong to another process by now
+        return
+    for found in re.finditer(r"\((\S+), process ([0-9]+)\)", lost):
+        with contextlib.suppress(OSError, ValueError, IndexError):
+            stat = Path(f"/proc/{found[2]}/stat").read_text()  # "pid (name) state parent …"
+            if found[1] == socket.gethostname() and int(stat.rpartition(")")[2].split()[1]) == os.getppid():
+                os.kill(int(found[2]), signal.SIGKILL)
 
 
 _of_process: list[Watch] = []

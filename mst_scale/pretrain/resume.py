@@ -15,13 +15,14 @@ from pathlib import Path
 from typing import Any
 
 from mst_scale.checkpoints import store
-from mst_scale.checkpoints.store import MANIFEST, UNIVERSAL
+from mst_scale.checkpoints.store import UNIVERSAL
 from mst_scale.comm import ParallelDims, Ranks, logger
 from mst_scale.config import Experiment, read_saved, to_dict
 from mst_scale.config.changes import result_keys
 from mst_scale.config.deepspeed import BATCH_KEYS, batch_shape, largest_micro
 from mst_scale.config.parallel import sizes_of
 from mst_scale.config.support import precision_of, stage_of
+from mst_scale.copies import has_copy
 from mst_scale.errors import Damaged, UserError
 from mst_scale.run_logging import run_file
 
@@ -178,8 +179,8 @@ def _shape_of_run(out: Path, keys: Iterable[str]) -> dict[str, Any] | None:
 def find_loadable(source: Path, ranks: Ranks, deepspeed: dict[str, Any], compact: bool) -> tuple[Path, bool]:
     """Return the folder from which these ranks can load a checkpoint, and whether it is a universal copy.
 
-    The universal copy is created if it is needed and missing or damaged. `compact` says whether layers store their
-    active weights alone here.
+    The universal copy is created if it is needed and missing, outdated or damaged. `compact` says whether layers store
+    their active weights alone here.
     """
     layout = store.layout(ranks.world_size, stage_of(deepspeed), sizes_of(deepspeed))
     if ranks.on_first(lambda: bool((store.head(source) or {}).get("universal"))):
@@ -188,7 +189,7 @@ def find_loadable(source: Path, ranks: Ranks, deepspeed: dict[str, Any], compact
     if mismatch is None:
         return source, False
     copy = source / UNIVERSAL
-    if ranks.on_first((copy / MANIFEST).is_file):
+    if ranks.on_first(lambda: has_copy(source)):
         faults = ranks.agree(lambda: store.damage(copy, ranks))
         if not ranks.any(bool(faults)):
             return copy, True

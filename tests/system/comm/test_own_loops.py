@@ -117,7 +117,7 @@ def assert_named(folder, processes, victim, how):
 def test_a_frozen_rank_is_named_and_the_others_end(tmp_path, moment, victim):
     processes = start(tmp_path / "logs", 3, freeze, moment, victim, str(tmp_path / "saved"))
     assert_named(tmp_path / "logs", processes, victim, "no heartbeat")
-    assert forked.end(processes, 0)[victim] is None, "it was frozen, and is killed by us"
+    assert forked.end(processes, 5)[victim] == -signal.SIGKILL, "it was frozen, and the others have killed it"
 
 
 def killed(victim, method):
@@ -165,7 +165,9 @@ def hangs():
 
 def test_a_rank_that_hangs_is_named_when_collectives_time_out(tmp_path):
     processes = start(tmp_path, 3, hangs)
-    assert forked.end(processes, 120) == [1, 1, 1], "also the hung one, by its watch"
+    ends = forked.end(processes, 120)
+    assert ends[1] in (1, -signal.SIGKILL), "the hung one, by its watch or by the others"
+    assert ends[::2] == [1, 1]
     lines = [line for line in said(tmp_path, 0).splitlines() if "made no progress" in line]
     assert len(lines) == 1 and lines[0].startswith(f"mst_scale: rank 1 ({os.uname().nodename}"), said(tmp_path, 0)
 

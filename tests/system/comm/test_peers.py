@@ -155,7 +155,7 @@ def test_a_frozen_rank_is_named_and_the_others_end(tmp_path, moment, victim):
     who = f"rank 1 ({os.uname().nodename}, process {processes[1].pid})" if victim else "rank 0"
     lines = [line for line in said(tmp_path, 1 - victim).splitlines() if "no heartbeat" in line]
     assert len(lines) == 1 and lines[0].startswith(f"mst_scale: {who} ") and "same command" in lines[0]
-    assert forked.end(processes, 0)[victim] is None, "it was frozen, and is killed by us"
+    assert forked.end(processes, 5)[victim] == -signal.SIGKILL, "it was frozen, and the others have killed it"
 
 
 def hangs():
@@ -176,7 +176,9 @@ def hangs():
 
 def test_a_rank_that_hangs_is_named_when_collectives_time_out(tmp_path):
     processes = running(tmp_path, 3, hangs)
-    assert forked.end(processes, 120) == [1, 1, 1], "also the hung one, by its watch"
+    ends = forked.end(processes, 120)
+    assert ends[1] in (1, -signal.SIGKILL), "the hung one, by its watch or by the others"
+    assert ends[::2] == [1, 1]
     lines = [line for line in said(tmp_path, 0).splitlines() if "made no progress" in line]
     assert len(lines) == 1 and lines[0].startswith(f"mst_scale: rank 1 ({os.uname().nodename}"), said(tmp_path, 0)
     assert "rank 2" not in lines[0]
@@ -196,7 +198,7 @@ def test_a_run_that_is_asked_to_stop_does_not_wait_long_for_a_frozen_rank(tmp_pa
     os.kill(processes[2].pid, signal.SIGTERM)  # whose main thread is in a collective; rank 0 learns of it all the same
     for rank in (0, 2):
         processes[rank].join(60)
-    assert forked.end(processes, 0) == [1, None, 1]
+    assert forked.end(processes, 5) == [1, -signal.SIGKILL, 1]
     assert "rank 1 (" in said(tmp_path, 0) and "no heartbeat" in said(tmp_path, 0)
 
 
