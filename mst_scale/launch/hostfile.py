@@ -132,9 +132,7 @@ def _read(hostfile: Path) -> list[tuple[str, int]]:
         line = text.partition("#")[0]
         if match := LINE.fullmatch(line):
             if match[1] in dict(found):
-                raise UserError(
-                    f"{hostfile}, line {number}: {match[1]} stands there twice: add up its slots in one line"
-                )
+                raise UserError(f"{hostfile}, line {number}: {match[1]} is listed twice: put all its slots on one line")
             found.append((match[1], int(match[2])))
         elif line.strip():
             raise UserError(f"{hostfile}, line {number}: write NAME slots=NUMBER, not '{line}'")

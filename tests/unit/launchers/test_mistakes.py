@@ -2,12 +2,13 @@
 
 import json
 import os
+from types import SimpleNamespace
 
 import pytest
 
 from mst_scale.comm.launch import LAUNCHER_VARIABLES, complete_environment
 from mst_scale.errors import UserError
-from mst_scale.launch import hostfile, slurm, sweep
+from mst_scale.launch import hostfile, slurm, slurm_job, sweep
 from mst_scale.launch.command_line import read_options, seconds_in
 
 
@@ -44,10 +45,20 @@ def test_a_run_of_other_words_is_not_finished(tmp_path):
     assert not sweep._is_finished(tmp_path, ["gpt2_xl", "--out", "a"])
 
 
+@pytest.mark.parametrize(("code", "ends"), [(0, 1), (3, 3)])
+def test_a_job_that_slurm_does_not_queue_again_fails(monkeypatch, capsys, code, ends):
+    refused = SimpleNamespace(returncode=1, stdout="Requested operation is presently disabled\n")
+    monkeypatch.setattr(slurm_job.subprocess, "run", lambda *words, **named: refused)
+    job = object.__new__(slurm_job.Job)
+    job.number = "7"
+    assert job.requeue(None, code) == ends
+    assert "presently disabled" in capsys.readouterr().err
+
+
 def test_a_machine_that_stands_twice_in_a_hostfile(tmp_path):
     file = tmp_path / "hosts"
     file.write_text("one slots=2\ntwo slots=2\none slots=4\n")
-    with pytest.raises(UserError, match="line 3: one stands there twice"):
+    with pytest.raises(UserError, match="line 3: one is listed twice"):
         hostfile.main(["--hostfile", str(file), "--dry-run", "demo"])
 
 
