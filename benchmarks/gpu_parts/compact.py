@@ -71,7 +71,7 @@ def course(where: Where, raw: dict[str, Any]) -> dict[str, torch.Tensor]:
         found[f"{part.name} mask"] = mask.flags().cpu()
         states = store.states(i)
         if is_compact and store.index[i] is not None:
-            states = {key: store.expanded(i, value) for key, value in states.items()}
+            states = {key: store.expanded([(i, value)])[0] for key, value in states.items()}
         for key, value in {"weight": store.weight(i), **states}.items():
             found[f"{part.name} {key}"] = value.detach().cpu().clone()
     engine.destroy()

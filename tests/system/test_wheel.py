@@ -113,7 +113,9 @@ def test_its_commands_know_the_ready_configs(installed):
 def test_its_launchers_leave_the_path_of_modules_as_it_is(installed, how):
     """The folder of the package on it would hide other modules: `config`, `data`, `models`."""
     (installed.cwd / "hosts").write_text("node1 slots=8\n")
-    text = installed.mst("launch", *how.split(), "--dry-run", "gpt2_small", "--out", "x")
+    words = ["--out", "x"]
+    before, after = (words, []) if how.startswith("sweep") else ([], words)
+    text = installed.mst("launch", *how.split(), *before, "--dry-run", "gpt2_small", *after)
     assert "mst_scale.pretrain --deepspeed_config gpt2_small" in text
     assert f"PYTHONPATH={installed.site} " in text and f"{installed.site}/mst_scale:" not in text
 
