@@ -7,6 +7,7 @@ import logging
 import os
 import re
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -141,6 +142,11 @@ def _evaluate(args: argparse.Namespace, tasks: Any, ranks: Any) -> int:
     docs, model, text = prepare() if ranks is None else ranks.agree(prepare)
     out = Path(args.out) if args.out else None if model.folder is None else model.folder / FILE
     first = ranks is None or ranks.first
+    if out is not None:
+        if ranks is None:
+            _check_writable(out)
+        else:
+            ranks.on_first(lambda: _check_writable(out))
 
     def print_progress(message: str) -> None:
         if first and not args.json:
@@ -152,6 +158,16 @@ def _evaluate(args: argparse.Namespace, tasks: Any, ranks: Any) -> int:
         rows = table(result["tasks"], with_paper=with_paper)
         print(as_json(result) if args.json else _format_result(result, rows, out, with_paper))
     return 0
+
+
+def _check_writable(out: Path) -> None:
+    """Create the folder of the results, and check that files can be written there before anything is evaluated."""
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=out.parent):
+            pass
+    except OSError as error:
+        raise UserError(f"{out.parent} cannot be written ({error.strerror}): name another file with --out") from None
 
 
 def _format_result(result: dict[str, Any], table: str, out: Path | None, with_paper: bool) -> str:

@@ -72,12 +72,12 @@ def announced() -> Iterator[None]:
     def load_announced(name: str, *args: Any, **named: Any) -> Any:
         folder = Path(named.get("build_directory") or cpp_extension._get_build_directory(name, verbose=False))
         title = TITLES.get(name, name)
-        if _is_built(folder, name):  # torch still checks it against its sources
+        if _is_built(folder, name) and not (folder / "lock").exists():  # torch still checks it against its sources
             return load(name, *args, **named)
         with lock(folder.parent / f"{name}.mst_lock", title):
+            build_locks.clear(folder.parent)  # of killed processes: torch would wait for its own lock forever
             if _is_built(folder, name):
                 return load(name, *args, **named)
-            build_locks.clear(folder.parent)  # of killed builds: torch would wait for its own lock forever
             hint = HINTS.get(name, "")
             with elapsed(f"compiling {title}", f" into {folder} (once on this machine; a minute or more{hint})"):
                 return load(name, *args, **named)

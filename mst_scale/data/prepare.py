@@ -81,7 +81,10 @@ def prepare(
         out.mkdir(parents=True, exist_ok=True)
     with _locked(out, say):
         if force:
-            unfinished.empty()
+            if (
+                not unfinished.resumable or unfinished.recipe() != identity
+            ):  # else it is this rebuild, which was stopped
+                unfinished.empty()
         elif meta := _finished(out, recipe, identity):
             unfinished.discard()  # left over from a rebuild that was abandoned
             return meta

@@ -86,6 +86,8 @@ class Recipe:
             object.__setattr__(self, "val_fraction", CODE_VAL_FRACTION if is_code(word) else usual)
         if not 1e-6 <= self.held_out < 1:
             raise UserError(f"val_fraction must lie in [0.000001, 1), not {self.val_fraction}")
+        if not 0 <= self.seed < 2**32:
+            raise UserError(f"seed must lie in [0, 2^32), not {self.seed}")
         if self.max_bytes is not None and self.max_bytes < 1:
             raise UserError(f"max_bytes must be at least 1, not {self.max_bytes}")
 
@@ -125,6 +127,13 @@ def open_source(recipe: Recipe) -> Source:
         OSError: if the hub cannot be reached.
     """
     files = local_files(recipe)
+    if files is not None:
+        of_tables = {"subset": None, "split": "train", "val_split": None, "revision": None, "stream": False}
+        given = [name for name, usual in of_tables.items() if getattr(recipe, name) != usual]
+        if given:
+            raise UserError(
+                f"{given[0]} is for data sets of the hub and saved ones, and {recipe.paths[0]!r} is neither: leave it out"
+            )
     if files is None:
         if _is_saved(recipe.paths):
             return _saved(Path(recipe.paths[0]).expanduser(), recipe)
@@ -304,10 +313,25 @@ def _rows(tables: list[Any], name: str, recipe: Recipe) -> Source:
     if len(tables) == 1:
         if len(tables[0]) < 2:
             raise UserError(f"{name} has {len(tables[0])} documents: too few to set one apart for validation")
-        parts = tables[0].train_test_split(test_size=recipe.held_out, seed=recipe.seed, shuffle=True)
+        with _indices_elsewhere():
+            parts = tables[0].train_test_split(test_size=recipe.held_out, seed=recipe.seed, shuffle=True)
         tables = [parts["train"], parts["test"]]
     train, val = (table.select_columns([recipe.text_key]) for table in tables)
-    return rows(train, val, recipe.text_key)
+    return rows(train, val, lambda batch: _checked_texts(batch[recipe.text_key], name, recipe.text_key))
+
+
+@contextlib.contextmanager
+def _indices_elsewhere() -> Iterator[None]:
+    """Let `datasets` keep indices in a temporary folder: that of a saved data set belongs to the user."""
+    import datasets
+
+    before = datasets.is_caching_enabled()
+    datasets.disable_caching()
+    try:
+        yield
+    finally:
+        if before:
+            datasets.enable_caching()
 
 
 def _stream(tables: list[Any], name: str, recipe: Recipe) -> Source:

@@ -126,7 +126,7 @@ class File:
 
 def list_files(paths: Iterable[Path]) -> list[File]:
     """Return the files in the order of their names, without empty ones."""
-    paths = sorted(set(paths))
+    paths = sorted(Path(os.path.abspath(path)) for path in set(paths))
     root = os.path.commonpath([path.parent for path in paths]) if paths else ""
     files = [File(path, path.relative_to(root).as_posix(), path.stat().st_size) for path in paths]
     return [file for file in files if file.size]
@@ -242,10 +242,15 @@ def _text_of_line(line: bytes, path: Path, at: int, text_key: str) -> str | None
             "right one as text_key"
         )
     text: str | None = row[text_key]
+    return None if text is None else whole_text(text)
+
+
+def whole_text(text: str) -> str:
+    """Return a text with U+FFFD in place of half a character, which JSON can spell, as in tiktoken."""
     try:
-        (text or "").encode()
-    except UnicodeEncodeError:  # JSON can spell half a character (\ud83d): it becomes U+FFFD, as in tiktoken
-        return str(text).encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+        text.encode()
+    except UnicodeEncodeError:
+        return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
     return text
 
 
@@ -279,13 +284,13 @@ def stream(
     return Source(description, documents, total if max_bytes is None else min(max_bytes, total or max_bytes))
 
 
-def rows(train: Any, val: Any, text_key: str) -> Source:
-    """Read memory-mapped data sets of `datasets`, validation first."""
+def rows(train: Any, val: Any, texts_of: Callable[[Any], list[str | None]]) -> Source:
+    """Read memory-mapped data sets of `datasets`, validation first; `texts_of` returns the texts of a batch of rows."""
 
     def documents() -> Iterator[Piece]:
         for split, table in ((VAL, val), (TRAIN, train)):
             for batch in table.iter(batch_size=ROWS_AT_ONCE):
-                for text in filter(None, batch[text_key]):
+                for text in filter(None, texts_of(batch)):
                     yield from _document(split, text, 1)
 
     return Source({"rows": [len(train), len(val)]}, documents, len(train) + len(val), "documents")

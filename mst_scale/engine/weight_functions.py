@@ -258,7 +258,8 @@ class WeightFunctions(Component):
                 values = made[:-1].to(weight.device, torch.float32)
                 changed = changed or not torch.equal(values, whole.to(values.device))
                 weight.copy_(values[part.start : part.start + part.length])
-                zero_shards.put_reads(self.engine, name, parameters[name], _reader(values))
+                read = zero_shards.read_stored(name, parameters[name], _reader(values))
+                zero_shards.put_reads(self.engine, parameters[name], read)
         return changed
 
     # --- criteria.Criteria: what masks over an elementwise function read ---

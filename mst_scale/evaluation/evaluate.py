@@ -1,8 +1,8 @@
 """Evaluates a model task by task, after training or during it.
 
-Each finished task is written atomically to `eval.json.unfinished`, which becomes `eval.json` when all tasks are done.
-An evaluation that is killed therefore loses at most one task, and running the same command again completes it: the
-result of a task is reused if model, settings and documents are the same (by their digests). Results of another
+Each finished task is written atomically to `eval.<key>.json.unfinished`, which becomes `eval.json` when all tasks are
+done. An evaluation that is killed therefore loses at most one task, and running the same command again completes it:
+the result of a task is reused if model, settings and documents are the same (by their digests). Results of another
 checkpoint or with other settings are kept in `eval.<key>.json`, where the same evaluation finds them. `eval.json`:
 
     {"model", "parameters", "step", "digest", "tokenizer", "settings": {"context", "stride", "shots", "detokenised"},
@@ -84,6 +84,7 @@ def evaluate(
     out: Path | None = None,
     ranks: Ranks | None = None,
     log: Callable[[str], None] = logger.info,
+    write: Callable[[Path, str], None] = store.write_atomically,
 ) -> Result:
     """Evaluate a model on all tasks.
 
@@ -96,6 +97,7 @@ def evaluate(
         out: The file of results, which rank 0 writes.
         ranks: The processes that share the work. A collective: every rank calls it.
         log: Called with one line for each task.
+        write: Writes the file of results.
 
     Returns:
         The result, the same on every rank.
@@ -148,18 +150,18 @@ def evaluate(
         }
         log(f"{task.name}: " + ", ".join(f"{key} {value:.4g}" for key, value in metrics.items()))
         if out is not None and first:
-            store.write_atomically(_partial_of(out), as_json(result, indent=2) + "\n")
+            write(_partial_of(out, result), as_json(result, indent=2) + "\n")
     for name, entry in before.items():  # tasks of an earlier evaluation of the same model stay
         result["tasks"].setdefault(name, entry)
     if out is not None and first:
         _keep_other_results(out, result, log)
-        store.write_atomically(out, as_json(result, indent=2) + "\n")
-        _partial_of(out).unlink(missing_ok=True)
+        write(out, as_json(result, indent=2) + "\n")
+        _partial_of(out, result).unlink(missing_ok=True)
     return result
 
 
-def _partial_of(out: Path) -> Path:
-    return out.with_name(out.name + ".unfinished")
+def _partial_of(out: Path, result: Result) -> Path:
+    return _kept_of(out, result).with_suffix(out.suffix + ".unfinished")
 
 
 def _finished(out: Path, wanted: Result) -> dict[str, Any]:
@@ -167,7 +169,7 @@ def _finished(out: Path, wanted: Result) -> dict[str, Any]:
     tasks: dict[str, Any] = {}
     if wanted["digest"] is None:
         return tasks
-    for path in (_kept_of(out, wanted), out, _partial_of(out)):
+    for path in (_kept_of(out, wanted), out, _partial_of(out, wanted)):
         found = _read(path)
         if found is not None and _key(found) == _key(wanted):
             tasks.update(found["tasks"])
@@ -260,6 +262,7 @@ class TasksDuringTraining:
                     out=self.out / FILE,
                     ranks=self.ranks,
                     log=lambda _: None,
+                    write=store.write_if_possible,
                 )
         finally:
             engine.train()

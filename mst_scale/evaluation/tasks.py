@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from mst_scale.data.sources import whole_text
 from mst_scale.errors import UserError
 
 Doc = dict[str, Any]
@@ -172,7 +173,8 @@ def _read_lines(path: Path, fields: Mapping[str, type]) -> list[Doc]:
             if not isinstance(value, kind) or isinstance(value, bool):
                 expected = {str: "a string", int: "an integer"}[kind]
                 raise UserError(f"{path}:{number}: {name!r} must be {expected}, not {value!r}")
-        rows.append({name: row[name] for name in fields})
+        found = {name: row[name] for name in fields}
+        rows.append({name: whole_text(value) if isinstance(value, str) else value for name, value in found.items()})
     return rows
 
 

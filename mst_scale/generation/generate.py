@@ -103,7 +103,7 @@ def generate(
     decoder = load_decoder(weights, None if dtype is None else TYPES[dtype])
     del weights  # the file that the matrices were read from
     vocabulary = min(decoder.config.vocab_size, text.vocab_size)
-    decoded, say = Decoded(text), stream or (lambda _: None)
+    decoded, say = Decoded(text, ids), stream or (lambda _: None)
     began = time.perf_counter()
     times: list[float] = []
     finish = "length"
@@ -122,7 +122,7 @@ def generate(
         model=str(model),
         step=step,
         prompt=prompt,
-        text=text.decode(decoded.ids),
+        text=decoded.text,
         prompt_tokens=len(ids),
         tokens=len(decoded.ids),
         finish=finish,

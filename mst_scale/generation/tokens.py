@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -97,22 +98,34 @@ def _unknown_id(tokenizer: Tokenizer) -> int:
 
 
 class Decoded:
-    """The text of a growing list of ids, given out as soon as its characters are whole."""
+    """The text of a growing list of ids, given out as soon as its characters are whole.
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    Args:
+        tokenizer: what decodes the ids.
+        prompt: the ids before them: word pieces are joined to what precedes them.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int]) -> None:
         self.tokenizer = tokenizer
         self.ids: list[int] = []
-        self.given = 0
+        self._prompt = list(prompt)
+        self._start = len(tokenizer.decode(self._prompt))
+        self._given = 0
+
+    @property
+    def text(self) -> str:
+        """The text of all ids, without the prompt."""
+        return self.tokenizer.decode([*self._prompt, *self.ids])[self._start :]
 
     def add(self, token: int) -> str:
         """Add a token and return the characters that it completes."""
         self.ids.append(token)
-        return self._after(self.tokenizer.decode(self.ids).rstrip(UNFINISHED))
+        return self._after(self.text.rstrip(UNFINISHED))
 
     def rest(self) -> str:
         """Return what no further token will complete."""
-        return self._after(self.tokenizer.decode(self.ids))
+        return self._after(self.text)
 
     def _after(self, text: str) -> str:
-        new, self.given = text[self.given :], max(self.given, len(text))
+        new, self._given = text[self._given :], max(self._given, len(text))
         return new

@@ -67,11 +67,13 @@ def sparse_operator(name: str, forward: Forward, backward: Backward) -> SparseAt
 
     def run_forward(*inputs: Any) -> Tensors3:
         *qkv, kind, stride, causal, scale = inputs
-        return forward(*qkv, pattern=Pattern(kind, stride), causal=causal, scale=scale)
+        with torch.autocast(qkv[0].device.type, enabled=False):
+            return forward(*qkv, pattern=Pattern(kind, stride), causal=causal, scale=scale)
 
     def run_backward(*inputs: Any) -> Tensors3:
         *tensors, dout, kind, stride, causal, scale = inputs
-        return backward(*tensors, dout=dout, pattern=Pattern(kind, stride), causal=causal, scale=scale)
+        with torch.autocast(dout.device.type, enabled=False):
+            return backward(*tensors, dout=dout, pattern=Pattern(kind, stride), causal=causal, scale=scale)
 
     def shapes_forward(*inputs: Any) -> Tensors3:
         return empty_output(inputs[0]), empty_row_numbers(inputs[0]), empty_row_numbers(inputs[0])

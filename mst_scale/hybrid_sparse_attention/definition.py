@@ -19,9 +19,10 @@ def definition(
 ) -> torch.Tensor:
     """Return attention over a pattern; q is (batch, heads, length, head_dim), k and v may have fewer heads."""
     kept, group = q.dtype, q.shape[1] // k.shape[1]
-    q, k, v = (x.to(accumulator(kept)) for x in (q, k, v))
-    k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
-    scores = (q @ k.transpose(-2, -1)) * scale
-    mask = pattern.mask(q.shape[-2], causal, q.device)
-    scores = scores.masked_fill(~mask, -torch.inf)
-    return (torch.softmax(scores, dim=-1) @ v).to(kept)
+    with torch.autocast(q.device.type, enabled=False):
+        q, k, v = (x.to(accumulator(kept)) for x in (q, k, v))
+        k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
+        scores = (q @ k.transpose(-2, -1)) * scale
+        mask = pattern.mask(q.shape[-2], causal, q.device)
+        scores = scores.masked_fill(~mask, -torch.inf)
+        return (torch.softmax(scores, dim=-1) @ v).to(kept)

@@ -56,6 +56,7 @@ def attention(  # noqa: PLR0917  (the public signature)
         backend: one of `BACKENDS`.
         dropout: dropout of the probabilities, available only where attention is dense.
     """
+    q, k, v = _alike_under_autocast(q, k, v)
     _check(q, k, v)
     length = q.shape[-2]
     # "True if … else False" turns a symbolic length into a guard when torch.compile traces with dynamic shapes
@@ -140,6 +141,14 @@ def _dense(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, drop
 @functools.cache  # once per choice and process
 def _log_choice(device: str, dtype: torch.dtype, pairs: str, backend: str, why: str) -> None:
     log.info("attention (%s) on %s in %s: backend %s, %s", pairs, device, dtype, backend, why)
+
+
+def _alike_under_autocast(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Return tensors of several dtypes in autocast's, as torch's attention does; others as they are."""
+    device = tensors[0].device.type
+    if all(x.dtype == tensors[0].dtype for x in tensors) or not torch.is_autocast_enabled(device):
+        return tensors
+    return tuple(x.to(torch.get_autocast_dtype(device)) for x in tensors)
 
 
 def _check(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:

@@ -69,14 +69,19 @@ def _of_transformers(module: nn.Module) -> Iterator[Any]:
 
 def _attach(model: Any, pattern: Pattern, backend: str) -> str | None:
     config = model.config
-    if reason := _unsupported_reason(config):
+    text = getattr(
+        config, "get_text_config", lambda: config
+    )()  # of a model that also reads images, for example, a part of its config
+    if reason := _unsupported_reason(config) or _unsupported_reason(text):
         return reason
     if config._attn_implementation != NAME and _split_by_deepspeed(config._attn_implementation):
         return (
             f"DeepSpeed's UlyssesSPAttentionHF has already wrapped {config._attn_implementation!r}: call attach before "
             f"register_with_transformers(…, core_attn_implementation={NAME!r})"
         )
-    layers: list[Any] = [m for m in model.modules() if is_attention(m)]
+    layers: list[Any] = [
+        m for m in model.modules() if is_attention(m) and type(getattr(m, "config", text)) is type(text)
+    ]
     if not layers:
         return f"{type(model).__name__} has no attention layers that use transformers' attention interface"
     try:
@@ -188,8 +193,12 @@ def _masked(  # noqa: PLR0917
 ) -> torch.Tensor:
     """Compute dense attention with both masks."""
     total = k.shape[-2]
-    position = torch.arange(total, device=q.device)
-    seen = pattern.allows(_queries(q.shape[-2], total, mask if causal else None, q.device)[:, None], position, causal)
+    query = _queries(q.shape[-2], total, mask if causal else None, q.device)[:, None]
+    key = torch.arange(total, device=q.device)
+    if mask is not None and pattern.kind == "fixed":  # its blocks begin with the sequence, not with padding before it
+        padding = _visible(mask, total)[..., -1:, :].int().argmax(-1, keepdim=True)
+        query, key = query - padding, key - padding
+    seen = pattern.allows(query, key, causal)
     if mask is None:
         both = seen
     elif mask.dtype == torch.bool:
@@ -211,9 +220,16 @@ def _queries(length: int, total: int, mask: torch.Tensor | None, device: torch.d
     row = torch.arange(length, device=device)
     if mask is None or length == total:
         return row + (total - length)
-    visible = mask[..., :total] if mask.dtype == torch.bool else mask[..., :total] > torch.finfo(mask.dtype).min / 2
-    last = torch.where(visible, torch.arange(total, device=device), 0).amax(-1)  # (batch, heads or 1, length)
+    last = torch.where(_visible(mask, total), torch.arange(total, device=device), 0).amax(
+        -1
+    )  # (batch, heads or 1, length)
     return row + (last - row).amax()
+
+
+def _visible(mask: torch.Tensor, total: int) -> torch.Tensor:
+    """Return which keys each query sees, by a mask of transformers."""
+    mask = mask[..., :total]
+    return mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2
 
 
 @functools.cache  # once per kind of layer and process

@@ -56,14 +56,15 @@ class SelfAttention(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         batch, length, _ = x.shape
         # unbind, not three slices: its backward is one stack instead of three zero-filled buffers
-        q, k, v = self.qkv(x).view(batch, length, 3, self.n_head, -1).unbind(2)
+        qkv = self.qkv(x)
+        q, k, v = qkv.view(batch, length, 3, self.n_head, qkv.shape[-1] // (3 * self.n_head)).unbind(2)
         if q.shape[-1] != self.head_dim:  # active channels only: scores are scaled as with all channels
             q = q * math.sqrt(q.shape[-1] / self.head_dim)
         if self.across_ranks is None:
             out = self.attend(q, k, v)
         else:
             out = self.across_ranks(q, k, v)
-        return self.proj(out.reshape(batch, length, -1))
+        return self.proj(out.flatten(2))
 
     def chained(self) -> tuple[nn.Linear, nn.Linear, int, int]:
         """Return two layers between which channels stay separate, with the number of stretches and of groups.

@@ -107,6 +107,7 @@ def prepare(
     resume_from: str = "auto",
     branch_from: str | None = None,
     *,
+    handover: zero_shards.Handover | None = None,
     begins: Callable[..., None] = lambda part, about="": None,
 ) -> Prepared:
     """Prepare data, model, engine and checkpoint, on all ranks together.
@@ -117,6 +118,7 @@ def prepare(
         ranks: all ranks.
         resume_from: the option --resume.
         branch_from: the option --branch-decay-from.
+        handover: what the previous engine of this process has left; then no checkpoint is read.
         begins: called with the name of each part before it is prepared, for the progress line.
 
     Raises:
@@ -124,10 +126,12 @@ def prepare(
     """
     sizes = ranks.agree(lambda: sizes_of(experiment.deepspeed))
     replicas = ranks.agree(lambda: sizes.data(ranks.world_size))
-    own = resume.choose_checkpoint(out, resume_from, ranks)
-    ranks.on_first(lambda: resume.validate_same_model(out, experiment))
-    source = schedules.find_extension_start(own, out, experiment, resume_from, ranks)
-    source = source or schedules.find_branch_source(branch_from, experiment, ranks)
+    source = None if handover is None else handover.folder
+    if handover is None:
+        own = resume.choose_checkpoint(out, resume_from, ranks)
+        ranks.on_first(lambda: resume.validate_same_model(out, experiment))
+        source = schedules.find_extension_start(own, out, experiment, resume_from, ranks)
+        source = source or schedules.find_branch_source(branch_from, experiment, ranks)
     fitted = experiment
     if source is not None:
         fitted = ranks.agree(lambda: resume.with_batch_of(experiment, source, replicas))
@@ -167,20 +171,23 @@ def prepare(
         logger.info("%s", storage.describe(stretches))
         chosen = storage.of_stretch(chosen, stretch)
     engine = ranks.agree(lambda: _build_engine(chosen, out, weights, mesh, source))
-    compact = zero_shards.is_compact(engine.module)
-    loadable = None if source is None else resume.find_loadable(source, ranks, fitted.deepspeed, compact)
+    loadable: Loadable | None = handover
+    if source is not None and handover is None:
+        compact = zero_shards.is_compact(engine.module)
+        loadable = resume.find_loadable(source, ranks, fitted.deepspeed, compact)
     if source is not None:
         ranks.agree(lambda: validation.validate_same_adam(saved, zero_shards.adam_of(engine), source))
     text, engine.mst.record.corpus = ranks.on_first(lambda: (identity(folder), fingerprint(folder)))
     progress, rollbacks = Progress(), []
     if loadable is not None:
-        begins("checkpoint", f" {loadable[0]}")
+        begins("weights and states", f" of {source}")
         rollbacks = ranks.on_first(lambda: run_file.rollbacks(out / "run.json"))
         progress = load_checkpoint(engine, ledger, out, ranks, loadable)
         skipped = {*progress.skipped, *(batch for batches in rollbacks for batch in batches)}
         progress = replace(progress, skipped=tuple(sorted(skipped)))
     shape = {"sequences": batch, "micro": micro, "accumulation": accumulation}
-    file = record_start(fitted, out, ranks, step=progress.step, source=source, batch=shape, text=text)
+    read = None if handover is not None else source
+    file = record_start(fitted, out, ranks, step=progress.step, source=read, batch=shape, text=text)
     if file is not None and growth is not None:
         file.happened("grown", **growth.to_dict())
     if file is not None and engine.mst.record.changes:
@@ -191,13 +198,21 @@ def prepare(
     )  # fmt: skip
 
 
-def load_checkpoint(engine: Any, ledger: Ledger, out: Path, ranks: Ranks, loadable: tuple[Path, bool]) -> Progress:
-    """Load weights, optimizer states, masks and FLOPs of a checkpoint that `resume.find_loadable` has returned."""
-    path, universal = loadable
-    state = ranks.agree(lambda: zero_shards.load_checkpoint(engine, path, universal))
+Loadable = tuple[Path, bool] | zero_shards.Handover
+"""What `resume.find_loadable` returns, or what the previous engine of this process has left."""
+
+
+def load_checkpoint(engine: Any, ledger: Ledger, out: Path, ranks: Ranks, loadable: Loadable) -> Progress:
+    """Load weights, optimizer states, masks and FLOPs."""
+    if isinstance(loadable, zero_shards.Handover):
+        state, how = ranks.agree(lambda: loadable.give(engine)), ", from memory"
+    else:
+        path, universal = loadable
+        state = ranks.agree(lambda: zero_shards.load_checkpoint(engine, path, universal))
+        how = ", reshaped" if universal else ""
     ranks.agree(lambda: ledger.load(state))
     step = int(state["step"])
-    logger.info("continuing %s from step %d%s", out, step, ", reshaped" if universal else "")
+    logger.info("continuing %s from step %d%s", out, step, how)
     losses, skipped = tuple(state.get("losses", ())), tuple(state.get("skipped", ()))
     return Progress(step, losses, skipped, dict(state.get("layers", {})))
 

@@ -56,7 +56,7 @@ class Saves:
             with contextlib.suppress(OSError, comm.FailedElsewhere):  # the first copy says so
                 self._background.prepare()  # it should listen when the first part of another host comes
 
-    def save(self, step: int, state: dict[str, Any], final: bool, universal: bool = False) -> None:
+    def save(self, step: int, state: dict[str, Any], final: bool) -> None:
         """Save a checkpoint.
 
         Args:
@@ -64,10 +64,9 @@ class Saves:
             state: what the training loop needs to continue from it.
             final: whether the run cannot continue without it. Then it is written here and not in the background,
                 because the run would wait for it anyway.
-            universal: whether an engine with the other storage loads it next.
         """
         self.finish()
-        dense = universal or self._saves_dense
+        dense = self._saves_dense
         about, keep = {"step": step, **self.about}, self.training.keep_checkpoints
         if self._background is not None and not final:
             try:

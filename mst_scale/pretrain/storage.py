@@ -1,18 +1,24 @@
 """Says which steps of a run are trained with compact storage.
 
 With `mst.compute.compact: "auto"`, each long stretch of steps of one sparsity is trained compact, and the rest of the
-run dense (`config.compact`). Where one follows the other, the run saves a checkpoint in the universal layout, which
-both load, frees its engine (`zero_shards.release`), and creates another one, which continues as any resumed run does.
+run dense (`config.compact`). Where one follows the other, the run keeps its state in memory (`zero_shards.Handover`),
+frees its engine (`zero_shards.release`), and creates another one, which continues and saves the first checkpoint.
 """
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
-from mst_scale.checkpoints import mask_files
+from torch import Tensor
+
+from mst_scale.checkpoints import mask_files, store
+from mst_scale.comm import Ranks
 from mst_scale.config import Experiment
 from mst_scale.config.compact import Stretch
+from mst_scale.zero_shards import Handover
 
 
 def stretch_after(stretches: list[Stretch], step: int, settled: int) -> Stretch | None:
@@ -39,3 +45,29 @@ def describe(stretches: list[Stretch]) -> str:
     """Return the line of the log that says which steps are compact."""
     steps = ", ".join(f"{one.first + 1:,} to {one.last:,}" for one in stretches)
     return f"mst.compute.compact: steps {steps} store only active weights"
+
+
+def hand_over(engine: Any, folder: Path, ranks: Ranks, state: dict[str, Any], about: dict[str, Any]) -> Handover:
+    """Return what the next engine continues from, on all ranks together.
+
+    Args:
+        engine: the engine that ends.
+        folder: the folder of the run's checkpoints.
+        ranks: all ranks.
+        state: what the training loop needs to continue.
+        about: what the manifest of a checkpoint would say.
+    """
+    draft = folder / ("storage" + store.PARTIAL)
+
+    def begin() -> None:
+        shutil.rmtree(draft, ignore_errors=True)
+        draft.mkdir(parents=True)
+        store.write_atomically(draft / store.MANIFEST, store.sealed({**about, "files": {}}))
+
+    def active(name: str) -> Tensor | None:
+        mask = masks.get(name)
+        return None if mask is None or mask.dense else mask.flags()
+
+    ranks.on_first(begin)
+    masks = {mask.name: mask for mask in engine.mst.masks}
+    return Handover(engine, draft, state, active)

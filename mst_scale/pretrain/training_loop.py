@@ -11,6 +11,7 @@ import functools
 import signal
 import time
 import weakref
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -58,6 +59,15 @@ class StopRequest:
 
 class _StorageChanges(Exception):
     """Raised on all ranks where another engine continues the run."""
+
+
+@dataclass(frozen=True)
+class _Left:
+    """What an engine leaves to the next one."""
+
+    module: weakref.ref[Any]
+    """The model, which is to be freed."""
+    handover: zero_shards.Handover
 
 
 class Run:
@@ -108,7 +118,7 @@ class Run:
         if self.run_file is not None:
             file = self.run_file
             self.operations = Operations(
-                self.out, self.training.steps, restarts=len(file.starts) - 1, events=file.events, health=health,
+                self.out, self.training.steps, restarts=file.restarts, events=file.events, health=health,
                 command=command,
             )  # fmt: skip
             self.operations.event("started", step=self.step)
@@ -193,9 +203,9 @@ class Run:
         self.observer.after(self.step, self.step * self.batch)
         changes = not last and self._storage_changes()
         pauses = not last and self.pauses and not self.nonfinite
-        if (saves or stop or changes or pauses) and not self.nonfinite:
+        if (stop or pauses or (saves and not changes)) and not self.nonfinite:
             self.record.close()
-            self.saves.save(self.step, self._state(), final=stop or last or changes or pauses, universal=changes)
+            self.saves.save(self.step, self._state(), final=stop or last or pauses)
         elif copies and not self.nonfinite:
             self.saves.copy(self.step, self._state())
         if self.nonfinite and (stop or last or changes):
@@ -209,7 +219,8 @@ class Run:
         if pauses:
             self.pause()
         if changes:
-            self._change_storage()
+            self.record_end(STORAGE)
+            raise _StorageChanges
 
     def _name_straggler(self) -> None:
         """Report a rank that is much slower than the others, if there is one."""
@@ -244,11 +255,19 @@ class Run:
         found = storage.stretch_after(self.stretches, self.step, self.engine.mst.state.settled)
         return found != self.stretch and (found is None or not self.nonfinite)
 
-    def _change_storage(self) -> NoReturn:
-        """End the training with this engine, whose last step is saved."""
-        self.record_end(STORAGE)
-        self.record.say(f"step {self.step} is saved; the storage of weights changes, and another engine continues")
-        raise _StorageChanges
+    def hand_over(self) -> zero_shards.Handover:
+        """Return what the next engine continues from, when the storage of weights changes (collective)."""
+        self.record.close()
+        self.saves.finish()
+        about = store.describe(self.engine, self.ranks, step=self.step, **self.saves.about)
+        state = {**self._state(), "step": self.step}
+        handover = storage.hand_over(self.engine, self.saves.folder, self.ranks, state, about)
+        self.record.say(f"step {self.step}: the storage of weights changes, and another engine continues")
+        return handover
+
+    def save_first(self) -> None:
+        """Save the first checkpoint after a change of storage."""
+        self.saves.save(self.step, self._state(), final=False)
 
     def _find_step_to_undo(self, verdict: Verdict) -> int | None:
         """Return the step that a rollback must undo because of this loss, or None."""
@@ -396,29 +415,33 @@ def train(args: argparse.Namespace, experiment: Experiment, out: Path, ranks: Ra
     sizes = ranks.agree(lambda: sizes_of(experiment.deepspeed))
     replicas = resume.initial_replicas(out, ranks, sizes)
     fitted = ranks.agree(lambda: shortened(experiment, replicas))
-    module = _train_with_one_engine(args, fitted, out, ranks, starting=starting, stop=stop, restored=restored)
-    while module is not None:
-        if ranks.any(not zero_shards.is_freed(module)):
+    left = _train_with_one_engine(args, fitted, out, ranks, starting=starting, stop=stop, restored=restored)
+    while left is not None:
+        if ranks.any(not zero_shards.is_freed(left.module)):
             logger.error(
                 "the previous engine was not freed, so its memory stays allocated: something still refers to it"
             )
-        module = _train_with_one_engine(args, fitted, out, ranks, starting=Starting(), stop=stop, continues=True)
+        starting = Starting()
+        left = _train_with_one_engine(args, fitted, out, ranks, starting=starting, stop=stop, handover=left.handover)
     elastic.tell_waiting_ranks()
     ranks.leave()
 
 
 def _train_with_one_engine(
     args: argparse.Namespace, experiment: Experiment, out: Path, ranks: Ranks, *, starting: Starting,
-    stop: StopRequest, restored: dict[str, Any] | None = None, continues: bool = False,
-) -> weakref.ref[Any] | None:  # fmt: skip
+    stop: StopRequest, restored: dict[str, Any] | None = None, handover: zero_shards.Handover | None = None,
+) -> _Left | None:  # fmt: skip
     """Train with one engine, until the run ends or its storage changes.
 
     Returns:
-        A reference to the engine's module if another engine has to continue; None if the run has ended.
+        What the engine leaves if another one has to continue; None if the run has ended.
     """
-    resume_from, branch_from = ("auto", None) if continues else (args.resume, args.branch_decay_from)
-    prepared = prepare(experiment, out, ranks, resume_from, branch_from, begins=starting.begins)
+    prepared = prepare(
+        experiment, out, ranks, args.resume, args.branch_decay_from, handover=handover, begins=starting.begins
+    )
     run = Run(prepared, stop, args.stop_at, args.health, command_of(args.on_event))
+    if handover is not None:
+        run.save_first()
     if restored is not None:
         run.record_event(from_memory.CONTINUED, **restored)
     begun, first = time.monotonic(), run.step
@@ -437,7 +460,8 @@ def _train_with_one_engine(
     except CorruptedError as error:
         run.end_corrupted(error)
     except _StorageChanges:
-        return zero_shards.release(run.engine)
+        handover = run.hand_over()
+        return _Left(zero_shards.release(run.engine), handover)
     finally:
         run.saves.close()
         run.record.finish_monitors()

@@ -46,6 +46,11 @@ class RunFile:
         self.config = config
         self.write()
 
+    @property
+    def restarts(self) -> int:
+        """How often the run was started again; a change of storage, which is listed as a start, is none."""
+        return sum(start.get("how") != STORAGE for start in self.starts[:-1])
+
     def happened(self, what: str, **more: Any) -> None:
         """Add an event."""
         self.events.append({"time": now(), "start": len(self.starts) - 1, "what": what, **more})
@@ -59,7 +64,7 @@ class RunFile:
     def write(self) -> None:
         """Write the file; if the disk is full, the next call writes it."""
         content = {
-            "restarts": len(self.starts) - 1,
+            "restarts": self.restarts,
             "starts": self.starts,
             "events": self.events,
             "config": self.config,

@@ -22,7 +22,8 @@ dense_store   for every sparse parameter this rank's slice, with live views of i
 compact_index which weights of a matrix a compact parameter stores
 compact_store the same slices for parameters that store their active weights alone
 compact_files which weights those are, in a checkpoint
-put_weights   writes weights into a live engine
+put_weights   writes weights and optimizer states into a live engine
+handover      hands them from one engine to the next in the same process
 muon          Muon in one place at every stage
 powers        Adam's powers of its betas on a CPU, from the count of updates alone
 saving        saves that fail together, loads that carry masks, universal checkpoints at every stage
@@ -47,13 +48,14 @@ from mst_scale.zero_shards.groups import (
     tensor_slices,
 )
 from mst_scale.zero_shards.half_types import check_precision
+from mst_scale.zero_shards.handover import Handover
 from mst_scale.zero_shards.held_values import HeldValue, held_values
 from mst_scale.zero_shards.hooks import HOOKS, Follower, install
 from mst_scale.zero_shards.logical import TABLES, cut_of, is_cut, named_parameters, shape_of
 from mst_scale.zero_shards.muon import shapes as muon_shapes
 from mst_scale.zero_shards.other_layout import checkpoint_to_reshape
 from mst_scale.zero_shards.parameters import is_matrix, partitioned_construction, whole, zero_stage
-from mst_scale.zero_shards.put_weights import put_reads, put_weights, stamp
+from mst_scale.zero_shards.put_weights import put_reads, put_weights, read_stored, stamp
 from mst_scale.zero_shards.quick_start import hasten
 from mst_scale.zero_shards.recompute import Recomputation
 from mst_scale.zero_shards.release import is_freed, release
@@ -98,6 +100,7 @@ __all__ = [
     "CompactStore",
     "Follower",
     "Groups",
+    "Handover",
     "HeldValue",
     "NamedCollectives",
     "Recomputation",
@@ -146,6 +149,7 @@ __all__ = [
     "place_scheduler",
     "put_reads",
     "put_weights",
+    "read_stored",
     "release",
     "saved_classes",
     "sequences_a_step",

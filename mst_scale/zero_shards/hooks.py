@@ -17,7 +17,7 @@ from typing import Any, Protocol
 
 from torch import Tensor, nn
 
-from mst_scale.zero_shards import compact_index, groups, logical, muon, powers, saving, step
+from mst_scale.zero_shards import compact_index, groups, handover, logical, muon, powers, saving, step
 
 
 class Follower(Protocol):
@@ -127,6 +127,14 @@ HOOKS = (
         "0.19.8",
         step.averages_parts,
         lambda engine, _: step.add_up_parts(engine),
+    ),
+    Hook(
+        "handover",
+        "engine.save_checkpoint and engine.load_checkpoint",
+        "they only know files, and a run whose storage changes continues with another engine in the same process",
+        "0.19",
+        _always,
+        lambda engine, _: handover.install(engine),
     ),
     Hook(
         "universal checkpoints",

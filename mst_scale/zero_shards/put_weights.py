@@ -1,21 +1,47 @@
-"""Writes weights into a live engine: the master copy, and the copy that the forward pass reads."""
+"""Writes weights and optimizer states into a live engine: master weights, states, and what the forward pass reads."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
-from typing import Any
+from collections.abc import Callable, Collection, Mapping
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 
+from mst_scale.errors import UserError
 from mst_scale.shard import Shard
 from mst_scale.zero_shards.compact_index import index_of
 from mst_scale.zero_shards.dense_store import dense_store, is_whole
 from mst_scale.zero_shards.logical import cut_of, named_parameters
+from mst_scale.zero_shards.step import base_optimizer
 from mst_scale.zero_shards.supported import check_engine
 
+FP32 = "fp32"
+"""The master weights, among what an optimizer keeps of a parameter."""
+OF_WRAPPER = ("loss_scaler", "dynamic_loss_scale", "overflow")
+"""What DeepSpeed's optimizers keep of the loss scale."""
 
-def stored(name: str, parameter: Any, values: Callable[[Shard], torch.Tensor]) -> Callable[[int, int], torch.Tensor]:
+ReadRange = Callable[[int, int], torch.Tensor]
+"""Returns a range [start, end) of what a parameter stores, flat."""
+
+
+class Source(Protocol):
+    """A checkpoint, or another engine, from which weights and optimizer states come."""
+
+    groups: list[dict[str, Any]]
+    """The settings of the optimizer's parameter groups, without parameters."""
+    wrapper: dict[str, Any]
+    """Values of `OF_WRAPPER`."""
+    buffers: Mapping[str, torch.Tensor]
+
+    def step(self, name: str) -> Any:
+        """Return how many updates of a parameter the optimizer has counted; None if it keeps no count there."""
+
+    def ranges(self, name: str, parameter: Any) -> dict[str, ReadRange]:
+        """Return the master weights (`FP32`) and the optimizer states of a parameter (collective)."""
+
+
+def read_stored(name: str, parameter: Any, values: Callable[[Shard], torch.Tensor]) -> ReadRange:
     """Return a function that gives a range [start, end) of what a parameter stores, flat.
 
     `values` gives the weights of a shard of its matrix. Of a compact parameter the whole matrix is read once.
@@ -28,9 +54,8 @@ def stored(name: str, parameter: Any, values: Callable[[Shard], torch.Tensor]) -
     return lambda start, end: values(Shard(name, cut, start, end - start))
 
 
-def put_reads(engine: Any, name: str, parameter: Any, values: Callable[[Shard], torch.Tensor]) -> None:
-    """Write what the forward pass reads of a parameter, trained or not; `values` returns the values of a shard."""
-    read = stored(name, parameter, values)
+def put_reads(engine: Any, parameter: Any, read: ReadRange) -> None:
+    """Write what the forward pass reads of a parameter, trained or not."""
     if not hasattr(parameter, "ds_tensor"):
         parameter.data.copy_(read(0, parameter.numel()).view(parameter.shape))
         return
@@ -59,10 +84,48 @@ def put_weights(engine: Any, names: Collection[str], values: Callable[[Shard], t
     with torch.no_grad():
         for i, part in enumerate(shards.slices):
             if part.length:
-                read = stored(part.name, parameters[part.name], values)
+                read = read_stored(part.name, parameters[part.name], values)
                 shards.weight(i).copy_(read(part.start, part.start + part.length))
         for name, parameter in parameters.items():
-            put_reads(engine, name, parameter, values)
+            put_reads(engine, parameter, read_stored(name, parameter, values))
+
+
+@torch.no_grad()
+def put_states(engine: Any, source: Source) -> None:
+    """Write weights, optimizer states and buffers; call it on every rank.
+
+    Raises:
+        UserError: if the optimizer has another number of parameter groups.
+    """
+    optimizer = base_optimizer(engine)
+    if len(source.groups) != len(optimizer.param_groups):
+        raise UserError(
+            f"{source} has {len(source.groups)} parameter groups, but this optimizer has "
+            f"{len(optimizer.param_groups)}: use the same groups"
+        )
+    parameters = {name: p for name, p in named_parameters(engine.module) if p.requires_grad}
+    shards = dense_store(engine, parameters)
+    for i, (name, parameter) in enumerate(parameters.items()):
+        owner, part = shards.owner(i), shards.slices[i]
+        found, step = source.ranges(name, parameter), source.step(name)
+        state = optimizer.state[owner]
+        if step is not None:
+            state["step"] = step.clone() if torch.is_tensor(step) else step
+        for key, read in found.items():
+            if key != FP32 and key not in state:
+                state[key] = torch.zeros_like(owner)
+            if part.length:
+                kept = shards.weight(i) if key == FP32 else shards.states(i)[key]
+                kept.copy_(read(part.start, part.start + part.length))
+        put_reads(engine, parameter, found[FP32])
+    for key, value in source.wrapper.items():
+        if hasattr(engine.optimizer, key):
+            setattr(engine.optimizer, key, value)
+    for group, settings in zip(optimizer.param_groups, source.groups, strict=True):
+        group.update(settings)
+    own = dict(engine.module.named_buffers())
+    for name, value in source.buffers.items():
+        own[name].copy_(value)
 
 
 def stamp(parameter: Any) -> tuple[int, ...]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-import math
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -20,10 +19,9 @@ from mst_scale.snapshot import SUPPORTED as snapshot_supported
 from mst_scale.snapshot import Snapshot, taking
 from mst_scale.zero_shards import safe_load
 from mst_scale.zero_shards.compact_index import index_of, indexes_of, values_stored
-from mst_scale.zero_shards.dense_store import dense_store
 from mst_scale.zero_shards.logical import named_parameters, shape_of
 from mst_scale.zero_shards.other_layout import copy_of, explained
-from mst_scale.zero_shards.put_weights import put_reads, stored
+from mst_scale.zero_shards.put_weights import put_states
 from mst_scale.zero_shards.step import base_optimizer
 
 
@@ -227,6 +225,8 @@ def fit_universal_checkpoints(engine: Any) -> None:
     or pipelines; at stage 3 it gives all parameter groups the hyperparameters of the first (so that norms and biases
     decay), and it does not load buffers.
     """
+    from mst_scale.zero_shards.universal import UniversalCheckpoint  # which reads files through this module's classes
+
     stage, load = engine.zero_optimization_stage(), engine.load_checkpoint
     if stage == 0:
         _name_parameters(engine)
@@ -253,7 +253,9 @@ def fit_universal_checkpoints(engine: Any) -> None:
         of_weights = {"load_optimizer_states": False} if stage == 0 else {}  # ZeRO's come later, and from elsewhere
         path, state = engine._load_checkpoint(load_dir, tag, **{**others, **of_weights})
         if path is not None:
-            _load_universal(engine, Path(load_dir) / tag, state.pop("mst_buffers", {}))
+            source = UniversalCheckpoint(Path(load_dir) / tag, state.pop("mst_buffers", {}))
+            source.check_shapes({name: shape_of(p) for name, p in named_parameters(engine.module) if p.requires_grad})
+            put_states(engine, source)
         return path, state
 
     engine.load_checkpoint = load_checkpoint
@@ -266,56 +268,3 @@ def _name_parameters(engine: Any) -> None:
     parameters = getattr(engine.optimizer, "fp16_groups", None) or [group["params"] for group in groups]
     for group, mine in zip(groups, parameters, strict=True):
         group["param_names"] = [names[id(p)] for p in mine]
-
-
-@torch.no_grad()
-def _load_universal(engine: Any, folder: Path, buffers: dict[str, torch.Tensor]) -> None:
-    """Load this rank's slices of weights and optimizer states, and the state that is the same on every rank."""
-    from mst_scale.zero_shards.universal import STATES  # which reads files through this module's classes
-    from mst_scale.zero_shards.weight_files import FP32, states_of
-
-    common = safe_load.load(folder / "zero" / "optimizer_state.pt", saved_classes())
-    optimizer, index = base_optimizer(engine), states_of(folder, STATES)
-    groups = common["param_groups"] if "param_groups" in common else common["optimizer_state_dict"]["param_groups"]
-    if len(groups) != len(optimizer.param_groups):
-        raise UserError(
-            f"{folder} has {len(groups)} parameter groups, but this optimizer has "
-            f"{len(optimizer.param_groups)}: use the same groups"
-        )
-    parameters = {name: p for name, p in named_parameters(engine.module) if p.requires_grad}
-    _refuse_other_shapes(folder, {name: shape_of(p) for name, p in parameters.items()}, index[FP32].shapes)
-    shards, step = dense_store(engine, parameters), _step(folder / "zero", common)
-    for i, (name, parameter) in enumerate(parameters.items()):
-        owner = shards.owner(i)
-        state = optimizer.state[owner]
-        state["step"] = step.clone() if torch.is_tensor(step) else step
-        for key, weights in index.items():
-            if key != FP32 and key not in state:
-                state[key] = torch.zeros_like(owner)
-            if (part := shards.slices[i]).length:
-                kept = shards.weight(i) if key == FP32 else shards.states(i)[key]
-                kept.copy_(stored(name, parameter, weights.shard)(part.start, part.start + part.length))
-        put_reads(engine, name, parameter, index[FP32].shard)
-    for name in ("loss_scaler", "dynamic_loss_scale", "overflow"):
-        if name in common and hasattr(engine.optimizer, name):
-            setattr(engine.optimizer, name, common[name])
-    for group, saved in zip(optimizer.param_groups, groups, strict=True):
-        group.update({key: value for key, value in saved.items() if key != "params"})
-    own = dict(engine.module.named_buffers())
-    for name, value in buffers.items():
-        own[name].copy_(value)
-
-
-def _step(zero: Path, common: dict[str, Any]) -> Any:
-    """How many updates Adam has counted: DeepSpeed's own converter says it in one of two places."""
-    kept = common.get("optimizer_state_dict", {}).get("state", {})
-    return kept[0]["step"] if kept else safe_load.load(next(zero.glob("*/step.pt")), saved_classes())
-
-
-def _refuse_other_shapes(folder: Path, here: dict[str, tuple[int, ...]], there: dict[str, tuple[int, ...]]) -> None:
-    for name, shape in here.items():
-        flat = (math.prod(shape),)  # as DeepSpeed's own converter leaves what stage 3 has cut
-        if there.get(name) not in (tuple(shape), flat):
-            raise UserError(
-                f"{folder}: {name} has shape {there.get(name)} in the checkpoint, but {tuple(shape)} in this model"
-            )

@@ -1,4 +1,4 @@
-"""Converts a checkpoint of DeepSpeed into its universal layout: every parameter whole, in files of its own.
+"""Converts a checkpoint of DeepSpeed into its universal layout, every parameter whole in files of its own; reads it.
 
     zero/<parameter>/fp32.pt, exp_avg.pt, exp_avg_sq.pt, step.pt     what each rank slices as it needs
     zero/optimizer_state.pt                                          parameter groups, step, loss scale
@@ -10,8 +10,9 @@ loader reads the result, too. Buffers are kept for our loader; DeepSpeed's leave
 
 from __future__ import annotations
 
+import math
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -19,13 +20,16 @@ from typing import Any
 import torch
 
 from mst_scale.errors import UserError
+from mst_scale.zero_shards import safe_load
 from mst_scale.zero_shards.logical import LAYOUT
-from mst_scale.zero_shards.weight_files import FP32, base_state, maps_kept, model_files, opened, states_of
+from mst_scale.zero_shards.put_weights import FP32, OF_WRAPPER, ReadRange, read_stored
+from mst_scale.zero_shards.saving import saved_classes
+from mst_scale.zero_shards.weight_files import base_state, maps_kept, model_files, opened, states_of
 
 WORKERS = 4  # parameters that are read and written at once; each is in memory whole
 STATES = (FP32, "exp_avg", "exp_avg_sq")
 WARM = "use mst_scale.warm_start(engine, CHECKPOINT), which loads weights and masks but no optimizer states"
-GLOBAL = ("loss_scaler", "dynamic_loss_scale", "overflow", "clip_grad")  # what an optimizer keeps beside its groups
+GLOBAL = (*OF_WRAPPER, "clip_grad")  # what an optimizer keeps beside its groups
 
 
 def convert(source: Path, draft: Path) -> int:
@@ -145,3 +149,53 @@ def _write_common(zero: Path, common: dict[str, Any], version: str) -> None:
 def _save(value: Any, path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     torch.save(value, path)
+
+
+class UniversalCheckpoint:
+    """A checkpoint in the universal layout, from which `put_weights.put_states` reads.
+
+    Args:
+        folder: the checkpoint.
+        buffers: what the file of the model's state has of buffers.
+    """
+
+    def __init__(self, folder: Path, buffers: Mapping[str, torch.Tensor]):
+        self.folder, self.buffers = folder, buffers
+        common = safe_load.load(folder / "zero" / "optimizer_state.pt", saved_classes())
+        groups = common["param_groups"] if "param_groups" in common else common["optimizer_state_dict"]["param_groups"]
+        self.groups = [{key: value for key, value in group.items() if key != "params"} for group in groups]
+        self.wrapper = {key: common[key] for key in OF_WRAPPER if key in common}
+        self._step = _step(folder / "zero", common)
+        self._states = states_of(folder, STATES)
+
+    def __str__(self) -> str:
+        return str(self.folder)
+
+    def step(self, name: str) -> Any:
+        """Return how many updates Adam has counted."""
+        return self._step
+
+    def ranges(self, name: str, parameter: Any) -> dict[str, ReadRange]:
+        """Return the master weights and the optimizer states of a parameter."""
+        return {key: read_stored(name, parameter, weights.shard) for key, weights in self._states.items()}
+
+    def check_shapes(self, here: Mapping[str, tuple[int, ...]]) -> None:
+        """Check that a model with these shapes of parameters has saved it.
+
+        Raises:
+            UserError: if one of them differs.
+        """
+        there = self._states[FP32].shapes
+        for name, shape in here.items():
+            flat = (math.prod(shape),)  # as DeepSpeed's own converter leaves what stage 3 has cut
+            if there.get(name) not in (tuple(shape), flat):
+                raise UserError(
+                    f"{self.folder}: {name} has shape {there.get(name)} in the checkpoint, but {tuple(shape)} in this "
+                    "model"
+                )
+
+
+def _step(zero: Path, common: dict[str, Any]) -> Any:
+    """How many updates Adam has counted: DeepSpeed's own converter says it in one of two places."""
+    kept = common.get("optimizer_state_dict", {}).get("state", {})
+    return kept[0]["step"] if kept else safe_load.load(next(zero.glob("*/step.pt")), saved_classes())

@@ -37,10 +37,10 @@ from mst_scale.shard import Cut, Shard
 from mst_scale.zero_shards import compact_files, safe_load
 from mst_scale.zero_shards.compact_files import StoredIndex
 from mst_scale.zero_shards.logical import Layout, layout_of_file
+from mst_scale.zero_shards.put_weights import FP32
 
 State = Any  # what a checkpoint's file unpickles to
 LAYER_FILE = re.compile(r"^layer_\d+-model_(\d+)-model_states\.pt$")
-FP32 = "fp32"  # the weights, among what an optimizer keeps of a parameter
 
 
 @dataclass(frozen=True)

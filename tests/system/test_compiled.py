@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from mst_scale import compiled
-from mst_scale.compiled import first_use
+from mst_scale.compiled import build_locks, first_use
 from tests.support.forked import context
 
 
@@ -122,6 +122,17 @@ def test_what_is_compiled_at_first_use_is_said_with_its_time(tmp_path, monkeypat
     assert log.read_text() == "compiled\n"
     assert said[0].startswith("compiling DeepSpeed's fused Adam into") and "torch_adam" in said[0]
     assert any("s so far" in line for line in said[1:-1]) and "done in 0." in said[-1]
+
+
+def test_a_lock_that_a_killed_process_left_beside_a_built_operator_is_removed(tmp_path, monkeypatch):
+    monkeypatch.setattr(build_locks, "_on_network", lambda path: False)
+    builds(str(tmp_path), tmp_path / "log", 0)
+    (built,) = tmp_path.glob("**/fused_adam.so")
+    lock = built.with_name("lock")
+    lock.touch()
+    os.utime(lock, (0, 0))
+    builds(str(tmp_path), tmp_path / "log", 0)
+    assert not lock.exists() and (tmp_path / "log").read_text() == "compiled\n"
 
 
 def test_processes_that_start_together_compile_once(tmp_path):

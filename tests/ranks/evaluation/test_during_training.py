@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from mst_scale.checkpoints import store
 from mst_scale.cli import main
 from mst_scale.data.prepare import ensure
 from mst_scale.evaluation.evaluate import TasksDuringTraining
@@ -47,8 +48,7 @@ def test_the_row_has_the_results_of_a_later_mst_eval(tmp_path, stage, capsys):
         assert rows[1][f"eval/{task}/{metric}"] == pytest.approx(after["tasks"][task]["metrics"][metric], rel=1e-4)
 
 
-def test_a_step_that_is_reached_again_is_evaluated_again(tmp_path):
-    """After a rollback it has other weights."""
+def tasks_of_a_run(tmp_path):
     (tmp_path / "tasks").mkdir()
     (tmp_path / "tasks" / "lambada.txt").write_text("return the last word\n")
     (tmp_path / "tasks" / "ptb.txt").write_text("def f(self): return self.x\n")
@@ -56,6 +56,22 @@ def test_a_step_that_is_reached_again_is_evaluated_again(tmp_path):
     alone = SimpleNamespace(first=True, rank=0, world_size=1, on_first=lambda what: what())
     tasks = TasksDuringTraining(experiment, tmp_path, 2, alone)
     tasks.read()
+    return tasks, experiment
+
+
+def test_a_full_disk_does_not_end_a_run(tmp_path, monkeypatch, caplog):
+    def full(path, text):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(store, "write_atomically", full)
+    tasks, experiment = tasks_of_a_run(tmp_path)
+    assert tasks.at(Engine(GPT(experiment.model)), 3)["eval/ptb/token_perplexity"] > 1
+    assert "the run continues without it" in caplog.text
+
+
+def test_a_step_that_is_reached_again_is_evaluated_again(tmp_path):
+    """After a rollback it has other weights."""
+    tasks, experiment = tasks_of_a_run(tmp_path)
     first, second = (tasks.at(Engine(GPT(experiment.model)), 3) for _ in range(2))
     assert first.keys() == second.keys() and first["eval/ptb/token_perplexity"] != second["eval/ptb/token_perplexity"]
     assert json.loads((tmp_path / "eval.json").read_text())["digest"] is None

@@ -184,3 +184,35 @@ def test_other_layers_are_left_alone():
     assert model.config._attn_implementation == before and set_pattern(model, SPARSE) == 0
     assert "SelfAttention" in attach(torch.nn.Linear(2, 2), SPARSE)
     assert "cross-attention" in attach(gpt2(add_cross_attention=True), SPARSE)
+
+
+@pytest.mark.parametrize("make", [gpt2, llama])
+@pytest.mark.parametrize("pattern", [SPARSE, Pattern("fixed", 5)], ids=lambda p: p.kind)
+@torch.no_grad()
+def test_padding_before_a_sequence_does_not_move_its_pattern(make, pattern):
+    model, alone = make().eval(), tokens(1)[:, :15]
+    attach(model, pattern)
+    ids = torch.cat([torch.zeros(1, 3, dtype=torch.long), alone], dim=1)
+    mask = (torch.arange(18) >= 3).long()[None]
+    logits = model(ids, attention_mask=mask, position_ids=(mask.cumsum(-1) - 1).clamp(min=0)).logits
+    assert (logits[:, 3:] - model(alone).logits).abs().max() < 1e-5
+    generated = (model.generate(x, attention_mask=m, max_new_tokens=6, do_sample=False, pad_token_id=0)[0, -6:]
+                 for x, m in ((ids, mask), (alone, torch.ones_like(alone))))  # fmt: skip
+    assert torch.equal(*generated)
+
+
+def test_of_a_model_that_reads_images_the_text_is_sparse():
+    from transformers import CLIPVisionConfig, LlavaConfig, LlavaForConditionalGeneration
+
+    small = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2}
+
+    def llava(**more):
+        vision = CLIPVisionConfig(**small, image_size=28, patch_size=14)
+        config = LlavaConfig(vision_config=vision, text_config=llama(**more).config)
+        return LlavaForConditionalGeneration(config)
+
+    model = llava()
+    assert attach(model, SPARSE) is None
+    sparse = [name for name, module in model.named_modules() if hasattr(module, "mst_pattern")]
+    assert len(sparse) == 2 and all("language_model" in name for name in sparse)
+    assert "attention_dropout" in attach(llava(attention_dropout=0.1), SPARSE)

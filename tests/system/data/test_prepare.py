@@ -236,6 +236,22 @@ def test_a_source_that_changed_meanwhile_is_read_again(tmp_path: Path, big_text:
     assert contents(tmp_path / "out") == contents(tmp_path / "undisturbed")
 
 
+def test_a_rebuild_that_was_stopped_continues(tmp_path: Path, big_text: Path, monkeypatch: pytest.MonkeyPatch):
+    make(big_text, tmp_path / "out", val_fraction=0.5)
+    recipe = Recipe(str(big_text), "byte", val_fraction=0.1)
+    monkeypatch.setattr(prepare, "JOURNAL_BYTES", 1 << 20)
+    with monkeypatch.context() as patch:
+        _interrupt_after(5, patch)
+        with pytest.raises(KeyboardInterrupt):
+            prepare.prepare(recipe, tmp_path / "out", workers=1, force=True, quiet=True)
+    said: list[str] = []
+    monkeypatch.setattr(prepare, "_say_nothing", said.append)
+    prepare.prepare(recipe, tmp_path / "out", workers=1, force=True, quiet=True)
+    assert any("continuing after" in line for line in said)
+    make(big_text, tmp_path / "undisturbed", val_fraction=0.1)
+    assert contents(tmp_path / "out") == contents(tmp_path / "undisturbed")
+
+
 def _interrupt_after(chunks: int, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[int] = []
 

@@ -284,6 +284,26 @@ def test_a_saved_data_set_becomes_what_nanogpt_makes_of_it(tmp_path: Path):
     assert Recipe("openwebtext").val_fraction == 0.0005 and Recipe("openwebtext").seed == 2357
 
 
+def test_a_saved_data_set_is_left_as_it_is(tmp_path: Path):
+    before = sorted(path.name for path in saved(tmp_path / "saved", TEXTS).iterdir())
+    read(tmp_path / "saved")
+    assert sorted(path.name for path in (tmp_path / "saved").iterdir()) == before
+
+
+@pytest.mark.parametrize("option", [{"val_split": "held"}, {"subset": "a"}, {"revision": "b"}, {"stream": True}])
+def test_options_of_data_sets_are_rejected_for_files(tmp_path: Path, option: dict):
+    (tmp_path / "a.txt").write_text("a b\n")
+    with pytest.raises(UserError, match=next(iter(option))):
+        read(tmp_path / "a.txt", **option)
+
+
+def test_paths_may_be_relative_and_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    for name in ("a.txt", "b.txt"):
+        (tmp_path / name).write_text(f"{name} \n" * 40)
+    monkeypatch.chdir(tmp_path)
+    assert read(["a.txt", str(tmp_path / "b.txt")]) == read([str(tmp_path / "a.txt"), str(tmp_path / "b.txt")])
+
+
 def test_a_saved_data_set_may_bring_its_own_validation(tmp_path: Path):
     datasets.disable_progress_bars()
     parts = {"train": TEXTS[:50], "held": TEXTS[50:60]}
@@ -378,6 +398,7 @@ def _parquet(column: str, values: list[object]):
         (_file("a.parquet", b"no"), r"a\.parquet"),
         (_parquet("body", ["a", "b"]), "'text'.* body.* text_key"),
         (_parquet("text", [1, 2]), "'text'.* int"),
+        (lambda folder: saved(folder / "saved", range(300)), "'text'.* int"),  # type: ignore[arg-type]
         (lambda folder: saved(folder / "saved", ["one"]), "too few"),
     ],
 )
@@ -393,6 +414,7 @@ def test_sources_that_cannot_be_read_are_named_on_one_line(tmp_path: Path, sourc
         ({"val_fraction": 0.0}, "val_fraction"),
         ({"val_fraction": 1.0}, "val_fraction"),
         ({"max_bytes": 0}, "max_bytes"),
+        ({"seed": -1}, "seed"),
         ({"source": ""}, "stdlib"),
         ({"source": []}, "stdlib"),
     ],

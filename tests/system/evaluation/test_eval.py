@@ -356,3 +356,26 @@ def test_a_checkpoint_apart_from_its_run_is_read_with_its_config(run, data, tmp_
     there = json.loads(capsys.readouterr().out)["tasks"]["wikitext2"]["metrics"]
     assert main(["eval", str(run), *words[1:], "--out", str(tmp_path / "eval.json"), "--json"]) == 0
     assert there == json.loads(capsys.readouterr().out)["tasks"]["wikitext2"]["metrics"]
+
+
+def test_results_go_into_a_new_folder(run, data, capsys, tmp_path):
+    out = tmp_path / "new" / "e.json"
+    evaluated(str(run), "--tasks", "lambada", "--data-dir", str(data), "--out", str(out), capsys=capsys)
+    assert [path.name for path in out.parent.iterdir()] == ["e.json"]
+
+
+def test_a_killed_evaluation_is_finished_after_one_with_other_settings(run, data, tmp_path, monkeypatch):
+    words = ["eval", str(run), "--data-dir", str(data), "--out", str(tmp_path / "eval.json"), "--tasks"]
+    real, calls = module.harness.evaluate_task, []
+
+    def dies(task, *args, **more):
+        calls.append(task.name)
+        if task.name == "wikitext2" and len(calls) == 2:
+            raise KeyboardInterrupt
+        return real(task, *args, **more)
+
+    monkeypatch.setattr(module.harness, "evaluate_task", dies)
+    assert main([*words, "lambada,wikitext2"]) == 1
+    assert main([*words, "lambada", "--stride", "64"]) == 0
+    assert main([*words, "lambada,wikitext2"]) == 0
+    assert calls == ["lambada", "wikitext2", "lambada", "wikitext2"], "lambada is not evaluated a third time"

@@ -12,6 +12,10 @@ from tests.support.evaluation_calls import TEXT, evaluated, rejected
 from tests.support.texts import make, rank_file
 
 
+def _no_space(**_):
+    raise OSError(28, "No space left on device")
+
+
 def test_wrong_use_is_one_line(run, data, capsys, tmp_path, monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     there = ["--data-dir", str(data)]
@@ -30,6 +34,11 @@ def test_wrong_use_is_one_line(run, data, capsys, tmp_path, monkeypatch):
     assert "--stride 65" in rejected(capsys, str(run), "--tasks", "lambada", *there, "--stride", "65")
     assert "--shots -1" in rejected(capsys, str(run), "--tasks", "rte", *there, "--shots", "-1")
     assert f"--out '{tmp_path}' is a folder" in rejected(capsys, str(run), "--tasks", "lambada", "--out", str(tmp_path))
+    new = tmp_path / "new" / "e.json"
+    with monkeypatch.context() as patch:
+        patch.setattr("tempfile.TemporaryFile", _no_space)
+        line = rejected(capsys, str(run), "--tasks", "lambada", *there, "--out", str(new))
+        assert str(new.parent) in line and "--out" in line, "before anything is evaluated"
     under_file = str(data / "wikitext2.txt" / "eval.json")
     assert "--out" in rejected(capsys, str(run), "--tasks", "lambada", "--out", under_file)
     broken = tmp_path / "broken"

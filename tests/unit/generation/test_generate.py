@@ -80,7 +80,7 @@ def test_pieces_of_a_stream_are_the_text(run: Path):
 
 
 def test_a_character_of_several_bytes_is_given_out_whole():
-    decoded = Decoded(load_tokenizer("byte"))
+    decoded = Decoded(load_tokenizer("byte"), [])
     assert [decoded.add(byte) for byte in "é…a".encode()] == ["", "é", "", "", "…", "a"] and decoded.rest() == ""
     decoded.add(0xE2)
     assert decoded.rest() == "\ufffd"
@@ -199,3 +199,11 @@ def test_the_command_prints_the_prompt_and_the_text(run: Path, capsys: pytest.Ca
     for more in ([], ["--stream"]):
         assert cli.main(["generate", str(run), "--prompt", PROMPT, "--tokens", "9", "--temperature", "0", *more]) == 0
         assert capsys.readouterr().out == PROMPT + text + "\n"
+
+
+def test_word_pieces_are_joined_to_the_prompt(tmp_path: Path):
+    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "the", "cat", "##s", "sat"]
+    vocabulary = tmp_path / "vocab.txt"
+    vocabulary.write_text("\n".join(words) + "\n")
+    decoded = Decoded(load_tokenizer(str(vocabulary)), [words.index("the"), words.index("cat")])
+    assert [decoded.add(words.index(word)) for word in ("##s", "sat")] == ["s", " sat"] and decoded.text == "s sat"

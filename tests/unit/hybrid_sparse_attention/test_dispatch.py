@@ -103,3 +103,23 @@ def test_types_that_do_not_fit() -> None:
         attention(q, k, v.double())
     with pytest.raises(ValueError, match="floating-point"):
         attention(q.int(), k.int(), v.int())
+
+
+@pytest.mark.parametrize("backend", ["definition", "blocked"])
+def test_autocast_does_not_round_what_is_computed_in_float32(backend: str) -> None:
+    def gradient(autocast: bool) -> torch.Tensor:
+        q, k, v = (x.mul(6).bfloat16().requires_grad_() for x in small())
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            out = attention(q, k, v, SPARSE, backend=backend)
+        out.float().square().sum().backward()
+        assert q.grad is not None
+        return q.grad
+
+    assert torch.equal(gradient(True), gradient(False))
+
+
+def test_autocast_makes_dtypes_alike_as_torchs_attention_does() -> None:
+    q, k, v = small()
+    with torch.autocast("cpu", torch.bfloat16):
+        mixed = attention(q, k, v.bfloat16(), SPARSE)
+    assert torch.equal(mixed, attention(q.bfloat16(), k.bfloat16(), v.bfloat16(), SPARSE))

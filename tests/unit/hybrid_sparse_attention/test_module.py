@@ -132,3 +132,10 @@ def test_dropout_only_where_dense() -> None:
 def test_heads_must_divide_the_width() -> None:
     with pytest.raises(ValueError, match="multiple of n_head"):
         SelfAttention(32, 5)
+
+
+def test_a_batch_may_be_empty() -> None:
+    model = layer()
+    out = model(torch.zeros(0, 8, 32, requires_grad=True))
+    out.sum().backward()
+    assert out.shape == (0, 8, 32)
