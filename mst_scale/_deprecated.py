@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import importlib.util
 import sys
 import warnings
 from collections.abc import Callable
@@ -22,6 +23,7 @@ MOVED: dict[str, str] = {
     "mst_scale.doors": "mst_scale.integrations",
     "mst_scale.costs": "mst_scale.flops",
     "mst_scale.runs": "mst_scale.run_logging",
+    "mst_scale.runs.recording": "mst_scale.integrations.recording",
 }
 RENAMED: dict[tuple[str, str], str] = {
     ("mst_scale.comm", "Sizes"): "ParallelDims",
@@ -101,20 +103,42 @@ class _MovedModule(ModuleType):
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        target = MOVED[self.__name__]
+        target = _moved_to(self.__name__)
+        assert target is not None
         name = RENAMED.get((target, name), name)
-        return getattr(importlib.import_module(target), name)
+        module = importlib.import_module(target)
+        if not hasattr(module, name) and _exists(f"{target}.{name}"):
+            return importlib.import_module(f"{target}.{name}")
+        return getattr(module, name)
+
+
+def _exists(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:  # what it would be in is not a package
+        return False
+
+
+def _moved_to(name: str) -> str | None:
+    """Return where a module is now that had this name, or was part of a package with it; None if it was not moved."""
+    if name in MOVED:
+        return MOVED[name]
+    for old, new in MOVED.items():
+        if name.startswith(f"{old}."):
+            now = new + name.removeprefix(old)
+            return now if _exists(now) else None
+    return None
 
 
 class _Finder(MetaPathFinder, Loader):
     def find_spec(self, fullname: str, path: Any, target: ModuleType | None = None) -> ModuleSpec | None:
-        return ModuleSpec(fullname, self, is_package=True) if fullname in MOVED else None
+        return None if _moved_to(fullname) is None else ModuleSpec(fullname, self, is_package=True)
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
         return _MovedModule(spec.name)
 
     def exec_module(self, module: ModuleType) -> None:
-        _warn(module.__name__, MOVED[module.__name__])
+        _warn(module.__name__, str(_moved_to(module.__name__)))
 
 
 def install() -> None:

@@ -158,19 +158,29 @@ def _of_other_loops(folder: Path) -> Path | None:
     DeepSpeed writes `latest` when a checkpoint is complete: of Trainer's and Accelerate's folders only those that have
     it are read.
     """
-    if (named := _named_by_latest(folder)) is not None:
+    if (named := named_by_latest(folder)) is not None:
         return named
-    steps = ((number, path) for number, path in _numbered(folder, "global_step") if _is_checkpoint(path))
+    steps = ((number, path) for number, path in numbered(folder, "global_step") if _is_checkpoint(path))
     if (newest := max(steps, default=None)) is not None:
         return newest[1]
-    nested = [*_numbered(folder, "checkpoint-"), *_numbered(folder / "checkpoints", "checkpoint_")]
+    nested = [*numbered(folder, "checkpoint-"), *numbered(folder / "checkpoints", "checkpoint_")]
     for _, path in sorted(nested, reverse=True):
-        if (named := _named_by_latest(path)) is not None:
+        try:
+            named = named_by_latest(path)
+        except Damaged as error:
+            logger.error("%s; trying the previous checkpoint", error)
+            continue
+        if named is not None:
             return named
     return None
 
 
-def _named_by_latest(folder: Path) -> Path | None:
+def named_by_latest(folder: Path) -> Path | None:
+    """Return the checkpoint that a file `latest` of DeepSpeed names in a folder; None if there is none.
+
+    Raises:
+        Damaged: if the file cannot be read.
+    """
     latest = folder / "latest"
     if not latest.is_file():
         return None
@@ -178,7 +188,7 @@ def _named_by_latest(folder: Path) -> Path | None:
     return named if named.is_dir() and _is_checkpoint(named) else None
 
 
-def _numbered(folder: Path, prefix: str) -> list[tuple[int, Path]]:
+def numbered(folder: Path, prefix: str) -> list[tuple[int, Path]]:
     """Return the folders whose names are this prefix and a number."""
     if not folder.is_dir():
         return []

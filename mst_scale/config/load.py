@@ -100,9 +100,15 @@ def _composed(
 
 
 def _recipe(name: Any, raw: Mapping[str, Any], where: str, overrides: Iterable[str] = ()) -> dict[str, Any]:
-    """Return a recipe for a config; without its `sparse_tokens` if the config states durations of the sparse phase."""
+    """Return a recipe for a config.
+
+    It lacks `sparse_tokens` if the config states durations of the sparse phase, and the block `topology`, which is
+    meant for the recipe's own method, if the config has another method.
+    """
     recipe = RECIPES[_known(name, RECIPES, "recipe", where)]
     mst = raw.get("mst", {})
+    if isinstance(mst, dict) and mst.get("method", recipe["mst"]["method"]) != recipe["mst"]["method"]:
+        recipe = {**recipe, "mst": {key: block for key, block in recipe["mst"].items() if key != "topology"}}
     sparsity = mst.get("sparsity", {}) if isinstance(mst, dict) else {}
     stated = {override.partition("=")[0].removeprefix("mst.sparsity.") for override in overrides}
     stated |= set(sparsity) if isinstance(sparsity, dict) else set()

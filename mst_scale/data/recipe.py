@@ -131,9 +131,8 @@ def open_source(recipe: Recipe) -> Source:
         of_tables = {"subset": None, "split": "train", "val_split": None, "revision": None, "stream": False}
         given = [name for name, usual in of_tables.items() if getattr(recipe, name) != usual]
         if given:
-            raise UserError(
-                f"{given[0]} is for data sets of the hub and saved ones, and {recipe.paths[0]!r} is neither: leave it out"
-            )
+            name = recipe.paths[0]
+            raise UserError(f"{given[0]} is for data sets of the hub and saved ones, not for {name!r}: leave it out")
     if files is None:
         if _is_saved(recipe.paths):
             return _saved(Path(recipe.paths[0]).expanduser(), recipe)

@@ -224,13 +224,35 @@ def _memory() -> Finding:
 def free_memory() -> tuple[int, int]:
     """Return (free, total) bytes of this machine, or of the part of it that this process may use."""
     memory = psutil.virtual_memory()
+    free, total = memory.available, memory.total
+    for folder in _control_groups():
+        try:
+            most, used = (int((folder / f"memory.{name}").read_text()) for name in ("max", "current"))
+        except (OSError, ValueError):  # no such file, or no limit
+            continue
+        if most < total:
+            free, total = min(free, max(0, most - used + _droppable(folder))), most
+    return free, total
+
+
+def _droppable(folder: Path) -> int:
+    """Return how much of a control group's memory holds files that were read and can be dropped."""
     try:
-        most, used = (int((CGROUP / f"memory.{name}").read_text()) for name in ("max", "current"))
-    except (OSError, ValueError):  # no such file, or no limit
-        return memory.available, memory.total
-    if most >= memory.total:
-        return memory.available, memory.total
-    return min(memory.available, max(0, most - used)), most
+        counted = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+        return int(counted["inactive_file"])
+    except (OSError, ValueError, KeyError):
+        return 0
+
+
+def _control_groups() -> list[Path]:
+    """Return the folders of the control groups (v2) of this process, the outermost first."""
+    try:
+        lines = Path("/proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        lines = []
+    own = next((line.removeprefix("0::/") for line in lines if line.startswith("0::/")), "")
+    parts = Path(own).parts
+    return [CGROUP.joinpath(*parts[:depth]) for depth in range(len(parts) + 1)]
 
 
 def _gpu_memory() -> Finding:

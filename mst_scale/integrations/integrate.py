@@ -68,6 +68,8 @@ class Integration:
                 why = "is neither a dict nor a JSON file" if raw is None else "has no mst block and no recipe"
                 logger.warning("deepspeed.initialize: the config %s, so this engine trains dense", why)
                 self.warned_dense = True
+            if trains:  # what follows belongs to this engine and not to an earlier, sparse one
+                self.trainer = self.recorded = None
             if raw is not None and stated is not None and not trains:  # for example, an engine for evaluation
                 config, config_params = _without_ours(raw), None
             return self.plain(
@@ -88,11 +90,6 @@ class Integration:
             recording = Recording(made[0], trainer.out, every=0, tensorboard=False, shows=trainer.shows)
             self.recorded = weakref.ref(recording)  # the engine's hooks hold it
         return made
-
-    @property
-    def recording(self) -> Recording | None:
-        """The recording of the latest sparse engine, if Trainer made it."""
-        return None if self.recorded is None else self.recorded()
 
     def _validate_single_model(self, model: Any) -> None:
         """Reject a second model before the first has taken a step, as one of them is probably a reference or teacher.

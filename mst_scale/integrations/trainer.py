@@ -7,6 +7,10 @@ Two functions of transformers.trainer are wrapped: `Trainer.train` gets our call
 from __future__ import annotations
 
 import functools
+import inspect
+import json
+import os
+import weakref
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,13 +18,15 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 from transformers import TrainerCallback
 
-from mst_scale.comm import SharedMistake, logger
+from mst_scale.checkpoints import store
+from mst_scale.comm import Damaged, SharedMistake, logger
 from mst_scale.run_logging.progress import flops_unit
 from mst_scale.run_logging.record import Row
 from mst_scale.sparsity_variation import PHASES
 
 if TYPE_CHECKING:
     from mst_scale.integrations.integrate import Integration
+    from mst_scale.integrations.recording import Recording
 
 
 @dataclass(frozen=True)
@@ -36,7 +42,8 @@ class Request:
 
 def install(module: Any, integration: Integration) -> None:
     """Wrap the two functions of `module`, which is transformers.trainer."""
-    train, init = module.Trainer.train, module.deepspeed_init
+    train, init, load = module.Trainer.train, module.deepspeed_init, module.deepspeed_load_checkpoint
+    order = inspect.signature(train)
 
     @functools.wraps(train)
     def with_callback(trainer: Any, *given: Any, **named: Any) -> Any:
@@ -48,19 +55,88 @@ def install(module: Any, integration: Integration) -> None:
         callbacks = trainer.callback_handler.callbacks
         if not any(isinstance(one, SparseTraining) for one in callbacks):
             callbacks.insert(0, SparseTraining(integration, trainer))  # ahead of those that write the logs
-        return train(trainer, *given, **named)
+        bound = order.bind(trainer, *given, **named)
+        if resume := bound.arguments.get("resume_from_checkpoint"):
+            bound.arguments["resume_from_checkpoint"] = _complete(resume, Path(trainer.args.output_dir))
+        return train(*bound.args, **bound.kwargs)
+
+    @functools.wraps(load)
+    def after_saves(*given: Any, **named: Any) -> Any:
+        engine = integration.made() if integration.made is not None else None
+        if engine is not None:
+            engine.mst.finish_save()  # the folder that is looked for may be under way
+        return load(*given, **named)
 
     @functools.wraps(init)
     def with_length(trainer: Any, num_training_steps: int, inference: bool = False) -> Any:
         if not inference:
             _validate_ranks(trainer.accelerator)
             args, config = trainer.args, trainer.accelerator.state.deepspeed_plugin.hf_ds_config.config
+            if args.save_total_limit == 1 and (config.get("training") or {}).get("async_save") is True:
+                raise SharedMistake(
+                    "save_total_limit=1 with training.async_save would remove the only complete checkpoint while the "
+                    "next one is written: set save_total_limit to 2 or more"
+                )
             integration.trainer = Request(num_training_steps, args.seed, Path(args.output_dir), bool(args.disable_tqdm))
             if (config.get("training") or {}).get("steps") == "auto":
                 del config["training"]["steps"]  # Accelerate rejects an "auto" that it does not know
         return init(trainer, num_training_steps, inference)
 
     module.Trainer.train, module.deepspeed_init = with_callback, with_length
+    module.deepspeed_load_checkpoint = after_saves
+
+
+def _complete(resume: Any, out: Path) -> Any:
+    """Return the checkpoint from which to resume: the newest complete one if Trainer is to choose it (True).
+
+    Trainer itself takes the highest number, also if a killed program left that folder without its weights.
+
+    Raises:
+        SharedMistake: if the given folder is not complete, or none is.
+    """
+    newest = _newest_complete(out)
+    if resume is True:
+        if newest is None and store.numbered(out, "checkpoint-"):
+            raise SharedMistake(f"no checkpoint in {out} is complete: start without resume_from_checkpoint")
+        return resume if newest is None else newest
+    if isinstance(resume, str | os.PathLike) and Path(resume).is_dir() and not _has_weights(Path(resume)):
+        instead = "start without resume_from_checkpoint" if newest is None else f"resume from {newest}"
+        raise SharedMistake(f"{resume} is not complete, because a save was interrupted: {instead}")
+    return resume
+
+
+def _newest_complete(out: Path) -> str | None:
+    """Return the newest complete checkpoint of a Trainer, as the first rank sees the folder."""
+
+    def find() -> str | None:
+        for _, folder in sorted(store.numbered(out, "checkpoint-"), reverse=True):
+            if _is_complete(folder):
+                return str(folder)
+            logger.error("%s is not complete, because a save was interrupted: trying the previous checkpoint", folder)
+        return None
+
+    if not dist.is_initialized():
+        return find()
+    found = [find() if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(found)
+    return found[0]
+
+
+def _is_complete(folder: Path) -> bool:
+    """Whether Trainer has written its state, and DeepSpeed its checkpoint."""
+    try:
+        json.loads((folder / "trainer_state.json").read_text())
+    except (OSError, ValueError):
+        return False
+    return _has_weights(folder)
+
+
+def _has_weights(folder: Path) -> bool:
+    """Whether DeepSpeed's checkpoint in a folder is complete: in the end, `latest` names it."""
+    try:
+        return store.named_by_latest(folder) is not None
+    except (OSError, Damaged):
+        return False
 
 
 def _validate_ranks(accelerator: Any) -> None:
@@ -78,9 +154,18 @@ class SparseTraining(TrainerCallback):
 
     def __init__(self, integration: Integration, trainer: Any):
         self.integration, self.trainer = integration, trainer
+        self._recorded: weakref.ref[Recording] | None = None
+
+    @property
+    def recording(self) -> Recording | None:
+        """The recording of the engine that this Trainer has made; None if that trains dense."""
+        return None if self._recorded is None else self._recorded()
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **others: Any) -> None:
+        self._recorded = self.integration.recorded
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **others: Any) -> None:
-        recording = self.integration.recording
+        recording = self.recording
         if recording is None or recording.record is None or logs is None:
             return
         if "loss" in logs:
@@ -94,7 +179,7 @@ class SparseTraining(TrainerCallback):
             recording.log(val_loss=float(logs["eval_loss"]))
 
     def on_train_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:
-        recording = self.integration.recording
+        recording = self.recording
         if recording is not None and recording.record is not None:
             row = recording.newest or recording.row()
             recording.close()

@@ -28,6 +28,20 @@ def test_every_moved_module_can_be_imported(old):
     importlib.import_module(_deprecated.MOVED[old])
 
 
+@pytest.mark.parametrize(("old", "new"), [
+    ("runs.metrics", "run_logging.metrics"), ("doors.integrate", "integrations.integrate"),
+    ("distributed.exchange", "comm.exchange"), ("costs.formulas", "flops.formulas"),
+])  # fmt: skip
+def test_modules_of_a_moved_package_can_be_imported(old, new):
+    with pytest.warns(DeprecationWarning, match=new):
+        found = importlib.import_module(f"mst_scale.{old}")
+    now = importlib.import_module(f"mst_scale.{new}")
+    public = [name for name in vars(now) if not name.startswith("_")]
+    assert public and all(getattr(found, name) is getattr(now, name) for name in public)
+    with pytest.raises(ModuleNotFoundError):
+        importlib.import_module(f"mst_scale.{old}_never")
+
+
 @pytest.mark.parametrize(("module", "name"), sorted(_deprecated.RENAMED))
 def test_every_renamed_name_is_found(module, name):
     with pytest.warns(DeprecationWarning):

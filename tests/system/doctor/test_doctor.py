@@ -192,8 +192,15 @@ def test_memory_of_a_container_counts(monkeypatch, tmp_path):
     (tmp_path / "memory.current").write_text("1000000\n")
     monkeypatch.setattr(machine, "CGROUP", tmp_path)
     assert machine.free_memory() == (3_000_000, 4_000_000)
+    (tmp_path / "memory.stat").write_text("anon 5\ninactive_file 500000\n")
+    assert machine.free_memory() == (3_500_000, 4_000_000)
     (tmp_path / "memory.max").write_text("max\n")
     assert machine.free_memory()[1] > 4_000_000
+    monkeypatch.setattr(machine, "_control_groups", lambda: [tmp_path, tmp_path / "job"])
+    (tmp_path / "job").mkdir()
+    (tmp_path / "job" / "memory.max").write_text("2000000\n")
+    (tmp_path / "job" / "memory.current").write_text("1500000\n")
+    assert machine.free_memory() == (500_000, 2_000_000), "a job's own limit counts"
 
 
 def test_a_check_that_raises_or_never_ends_does_not_stop_the_others():

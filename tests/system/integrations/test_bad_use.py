@@ -1,4 +1,4 @@
-"""Wrong use of the doors costs one line on one rank, and what is not meant to be sparse stays DeepSpeed's."""
+"""Wrong use of the integrations costs one line on one rank, and what is not meant to be sparse stays DeepSpeed's."""
 
 import os
 import subprocess
@@ -32,7 +32,7 @@ def said(call):
     return None
 
 
-def rejections(rank, world):
+def rejections(rank, world, folder):
     import deepspeed
     from transformers import Trainer, TrainingArguments
 
@@ -59,6 +59,13 @@ def rejections(rank, world):
     with opened():
         args = TrainingArguments("/tmp/none", report_to="none", use_cpu=True)
         found["no DeepSpeed"] = said(lambda: Trainer(model(), args, train_dataset=Words()).train())
+    with opened():
+        for where in ("checkpoint-5", "checkpoint-9"):
+            os.makedirs(f"{folder}/{rank}/{where}")
+        args = arguments(f"{folder}/{rank}", deepspeed_config(2))
+        trainer = Trainer(model("gpt2"), args, train_dataset=Words())
+        found["nothing complete"] = said(lambda: trainer.train(resume_from_checkpoint=True))
+        found["incomplete"] = said(lambda: trainer.train(resume_from_checkpoint=f"{folder}/{rank}/checkpoint-9"))
     return found
 
 
@@ -72,12 +79,14 @@ EXPECTED = {
     "two schedules": "two schedules of the learning rate",
     "no length": "training.steps is missing",
     "mst of a wrong kind": "mst must be an object",
+    "nothing complete": "no checkpoint in",
+    "incomplete": "checkpoint-9 is not complete",
     "no DeepSpeed": "runs without DeepSpeed",
 }
 
 
-def test_bad_use_is_one_line():
-    (found,) = pool.run(rejections, 1)
+def test_bad_use_is_one_line(tmp_path):
+    (found,) = pool.run(rejections, 1, str(tmp_path))
     assert found.keys() == EXPECTED.keys()
     for name, words in EXPECTED.items():
         assert (found[name] is None) if words is None else (words in str(found[name])), (name, found[name])

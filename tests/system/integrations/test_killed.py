@@ -1,4 +1,4 @@
-"""A Trainer that is killed continues from its last checkpoint, bit for bit."""
+"""A Trainer that is killed continues from its last complete checkpoint, bit for bit."""
 
 import json
 import os
@@ -60,7 +60,10 @@ def test_a_killed_trainer_resumes_bit_for_bit(tmp_path):
     assert ends(whole) == [0, 0]
     assert set(ends(killed, kill_at=7)) == {-signal.SIGKILL}
     assert not (killed / "rank0.json").exists() and (killed / "checkpoint-4").is_dir()
-    assert ends(killed, resume=f"{killed}/checkpoint-4") == [0, 0]
+    interrupted = killed / "checkpoint-8" / "global_step8.partial"  # of a save that was killed
+    interrupted.mkdir(parents=True)
+    (interrupted.parent / "trainer_state.json").write_text((killed / "checkpoint-4/trainer_state.json").read_text())
+    assert ends(killed, resume=True) == [0, 0]
     for rank in range(2):
         first, second = (json.loads((folder / f"rank{rank}.json").read_text()) for folder in (whole, killed))
         assert first["sums"] == second["sums"]

@@ -87,6 +87,14 @@ def test_dense_short_needs_the_run_it_is_compared_with():
     assert load(MINIMAL, ["mst.like=c.json"], method="dense-short").mst.sparsity.variation == "dense"
 
 
+def test_another_method_does_not_take_the_topology_of_a_recipe():
+    for recipe in ("mst-best", "mst-channels"):
+        raw = {**MINIMAL, "recipe": recipe}
+        assert load(raw, method="rigl").mst.topology == load(MINIMAL, method="rigl").mst.topology
+        assert load({**raw, "mst": {"method": "rigl"}}).mst.topology == load(MINIMAL, method="rigl").mst.topology
+    assert load({**MINIMAL, "recipe": "mst-best"}, method="mst").mst.topology.grown_moments == "active_mean"
+
+
 def test_keys_that_override_a_recipe_are_named_in_one_line():
     assert overridden_in_recipe({**MINIMAL, "recipe": "mst-best"}) is None
     assert overridden_in_recipe({**MINIMAL, "mst": {"method": "rigl"}}) is None, "no recipe"
