@@ -77,6 +77,7 @@ def run(args: argparse.Namespace) -> int:
         print(json.dumps(found) if args.json else _paper_table(found))
         return 0
     from mst_scale.config import load
+    from mst_scale.config.parallel import sizes_of
     from mst_scale.flops.budgets import shortened
     from mst_scale.flops.ledger import forecast
 
@@ -84,12 +85,14 @@ def run(args: argparse.Namespace) -> int:
         raise UserError(f"--ranks must be at least 1, not {args.ranks}")
     named = {"mst.like": args.match_flops, "mst.grow_from": args.grow_from}
     overrides = [*args.set, *(f"{key}={json.dumps(value)}" for key, value in named.items() if value)]
-    experiment = shortened(load(args.config, overrides, args.method), args.ranks)
+    experiment = load(args.config, overrides, args.method)
+    replicas = sizes_of(experiment.deepspeed).data(args.ranks)
+    experiment = shortened(experiment, replicas)
     if not _names_a_model(args):
         m = experiment.model
         default = f"GPT-2 small ({m.n_layer} layers of width {m.n_embd}, context {m.seq_length:,})"
         print(f"mst: {args.config} has no model block: this counts the default, {default}", file=sys.stderr)
-    found = _report(experiment, forecast(experiment, ranks=args.ranks), args)
+    found = _report(experiment, forecast(experiment, ranks=replicas), replicas, args)
     print(json.dumps(found) if args.json else _table(found))
     return 0
 
@@ -104,14 +107,14 @@ def _names_a_model(args: argparse.Namespace) -> bool:
 # --- one config ---
 
 
-def _report(experiment: Experiment, run: Forecast, args: argparse.Namespace) -> dict[str, Any]:
-    from mst_scale.config.deepspeed import batch_shape
+def _report(experiment: Experiment, run: Forecast, replicas: int, args: argparse.Namespace) -> dict[str, Any]:
+    from mst_scale.config.deepspeed import global_batch
     from mst_scale.flops.formulas import head_name, optimizer_flops
     from mst_scale.flops.ledger import forecast, sparse_matrices, tiny_flops, topology_flops
 
-    sequences = batch_shape(experiment.deepspeed, args.ranks)[0]
+    sequences = global_batch(experiment.deepspeed, replicas)
     experiment = experiment.with_batch(sequences)
-    tiny = tiny_flops(experiment, args.ranks)
+    tiny = tiny_flops(experiment, replicas)
     found: dict[str, Any] = {
         "config": args.config,
         "method": experiment.mst.method,
@@ -142,7 +145,7 @@ def _report(experiment: Experiment, run: Forecast, args: argparse.Namespace) -> 
         "ignored": IGNORED,
     }
     if head_name(experiment.model) in {m.name for m in sparse_matrices(experiment)}:
-        found["dense_head"] = _both(forecast(experiment, dense_head=True, ranks=args.ranks).mean, run.dense)
+        found["dense_head"] = _both(forecast(experiment, dense_head=True, ranks=replicas).mean, run.dense)
     if args.topology:
         count, extra = topology_flops(experiment)
         found["topology"] = {

@@ -124,8 +124,10 @@ def _gpus_and_nodes(args: argparse.Namespace) -> tuple[int, int | None]:
         raise UserError("the number of GPUs is missing: give --nodes N, or --gpus N")
     each = args.gpus_per_node or gpu_named(args.gpu).per_node
     gpus = args.gpus or args.nodes * each
-    if args.gpus_per_node is None or gpus <= each:
+    if args.gpus_per_node is None:
         return gpus, args.nodes
+    if gpus <= each and args.nodes in (None, 1):
+        return gpus, 1
     if gpus % each or args.nodes not in (None, gpus // each):
         raise UserError(f"{gpus} GPUs are not {args.nodes or 'whole'} nodes of {each}: omit one of the options")
     return gpus, gpus // each

@@ -210,8 +210,14 @@ def _phases(plan: Plan) -> str:
         lines.append("masked dense layers save FLOPs only: their products take as long as dense ones")
     slower = [p.name for p in plan.phases if p.expected_seconds > (1 + CLOSE) * p.dense_seconds]
     if slower:
-        lines.append(f"{', '.join(slower)}: blocks are expected to be slower than dense products there;")
-        lines.append("  mst.compute.backend=auto uses them where `mst bench linear --tune` has measured them faster")
+        names = ", ".join(slower)
+        if isinstance(plan.experiment.mst.topology.granularity, str):
+            lines.append(f"{names}: expected to be slower than dense, because sparse attention is at this length")
+        else:
+            lines.append(f"{names}: blocks are expected to be slower than dense products there;")
+            lines.append(
+                "  mst.compute.backend=auto uses them where `mst bench linear --tune` has measured them faster"
+            )
     return "\n".join(lines)
 
 

@@ -81,7 +81,7 @@ def _watch(report: Any, every: int) -> None:
         while True:
             if report.read() or not (report.out / "index.html").exists():
                 report.write(pictures=False, refresh=every)
-            if report.finished:
+            if report.ended:
                 return
             time.sleep(every)
     except KeyboardInterrupt:

@@ -2,7 +2,7 @@
 
 The block `mst` is in method.py, and its own blocks are in the packages that they configure. Defaults are those of the
 paper's GPT-2 small where the paper gives them. A duration is a number of steps (an integer) or a fraction of the run (a
-float in [0, 1]), so that a run of 300 steps has the same shape as one of 140,000.
+float in [0, 1]), so that a run of 3,000 steps has the same shape as one of 140,000.
 """
 
 from __future__ import annotations
@@ -409,6 +409,18 @@ class Experiment:
     def attention_schedule(self) -> AttentionSchedule:
         """The attention pattern of every step."""
         return self.mst.attention_schedule(self.training.steps, self._steps_per_token)
+
+    def describe_skipped_ramp(self) -> str | None:
+        """Say that sparsity changes at once where it should do so gradually, as in a very short run; None if not."""
+        schedule = self.schedule
+        for phase in schedule.phases if self.mst.topology.interval is None else ():
+            first = schedule.interval * (phase.start // schedule.interval + 1)
+            if phase.name in ("warmup", "restore") and not phase.stages and first >= phase.stop:
+                return (
+                    f"no topology step falls within phase {phase.name} (steps {phase.start:,} to {phase.stop:,}), so "
+                    f"sparsity changes at once: train longer, or set mst.topology.interval below {schedule.interval}"
+                )
+        return None
 
     @property
     def _steps_per_token(self) -> float | None:

@@ -208,6 +208,8 @@ def find_units(model: nn.Module) -> tuple[list[Units], list[str]]:
                 units += of_module(module, functools.partial(_factor, names))
             except _LeftOut as reason:
                 left_out.append(f"{type(module).__name__}: {reason}")
+            except Exception as error:  # another module with submodules of these names
+                left_out.append(f"{type(module).__name__} is not what its names suggest ({type(error).__name__})")
     return units, list(dict.fromkeys(left_out))
 
 

@@ -230,11 +230,16 @@ class WeightFunctions(Component):
             self.first_squares[i] = g.square().clamp(min=mean)
 
     def _seed_moments(self) -> None:
-        """No overflow has come of those gradients, and what clipping makes of them is known."""
-        for i, square in self.first_squares.items():
-            warm = self.shards.second_moment_share(i)  # as in `topology`
-            self.shards.states(i)["exp_avg_sq"].copy_(square * (warm * zero_shards.clip_factor(self.engine) ** 2))
-        self.first_squares, self.reseed = {}, False
+        """No overflow has come of those gradients, and what clipping makes of them is known.
+
+        ZeRO-3 updates its sub-groups one after the other, so that this is called before each of them.
+        """
+        groups = zero_shards.base_optimizer(self.engine).param_groups
+        for i in self.shards.within({id(p) for group in groups for p in group["params"]}):
+            if (square := self.first_squares.pop(i, None)) is not None:
+                warm = self.shards.second_moment_share(i)  # as in `topology`
+                self.shards.states(i)["exp_avg_sq"].copy_(square * (warm * zero_shards.clip_factor(self.engine) ** 2))
+        self.reseed = self.reseed and bool(self.first_squares)
 
     def _replace(self, new: Any) -> bool:
         """Replace every matrix by `new(layer, matrix)`; return whether any has changed."""

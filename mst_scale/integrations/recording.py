@@ -228,7 +228,7 @@ class Recording:
         if self.record is not None:
             self.record.close()
         if self.run_file is not None:
-            self.run_file.ended("finished" if self.step >= self.steps else "ended", self.step)
+            self.run_file.ended(run_file.FINISHED if self.step >= self.steps else run_file.ENDED, self.step)
             self.run_file = None
 
     def __del__(self) -> None:

@@ -223,7 +223,7 @@ def plan(
     """
     validate_backend(experiment)
     shareable = experiment if fixed else _shareable(experiment, gpus, machine)
-    own = own_setting(shareable, gpus)
+    own = own_setting(_with_sizes(shareable, fixed), gpus)
     can_share = shareable is experiment
     experiment = experiment.with_batch(own.batch)
     if tokens is not None:
@@ -320,7 +320,9 @@ def overrides(setting: Setting, given: Setting) -> list[str]:
 
 
 def _keys(setting: Setting) -> dict[str, str | int]:
+    batch = {BATCH_KEYS[2]: setting.accumulation} if setting.states_accumulation else {}
     return {
+        **batch,
         "zero_optimization.stage": setting.stage,
         "zero_optimization.offload_optimizer.device": "cpu" if setting.offload_optimizer else "none",
         "zero_optimization.offload_param.device": "cpu" if setting.offload_parameters else "none",
@@ -373,6 +375,17 @@ def _shareable(experiment: Experiment, gpus: int, machine: Machine) -> Experimen
         if _problem(wanted, own_setting(wanted, gpus), machine) is None:
             return wanted
     return experiment
+
+
+def _with_sizes(experiment: Experiment, fixed: Mapping[str, int]) -> Experiment:
+    """Return the config with fixed sizes, which share its global batch; as it is if it has a batch per rank."""
+    if not isinstance(experiment.deepspeed.get(BATCH_KEYS[0]), int):
+        return experiment
+    config = dict(experiment.deepspeed)
+    for axis, size in fixed.items():
+        block, _, key = KEYS[axis].rpartition(".")
+        config |= {block: {**config.get(block, {}), key: size}} if block else {key: size}
+    return replace(experiment, deepspeed=config)
 
 
 def _needs(held: Memory) -> str:

@@ -103,6 +103,11 @@ def by_phase(experiment: Experiment, gpus: int, machine: Machine) -> list[PhaseO
     experiment, model = experiment.with_batch(batch), sizes_of(experiment.deepspeed).model
     numbers = [1 << n for n in range(gpus.bit_length()) if 1 << n < gpus] + [gpus]
     numbers = [n for n in numbers if n % model == 0 and batch % (n // model) == 0]
+    if not numbers:
+        raise UserError(
+            f"no number of GPUs up to {gpus} can share {batch} sequences with {model} ranks per replica of the model: "
+            "set train_batch_size to a multiple"
+        )
 
     @cache
     def choose(trains: tuple[int, int] | None) -> list[tuple[int, Choice]]:

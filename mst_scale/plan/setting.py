@@ -69,6 +69,7 @@ class Setting:
     tensor: int = 1  # ranks that share a layer's matrices
     sequence: int = 1  # ranks that share a sequence
     pipeline: int = 1  # stages of consecutive layers
+    states_accumulation: bool = False  # whether the config does
     compact: Compact | None = None  # None: all weights are stored; see `compacted`
 
     @cached_property
@@ -134,6 +135,20 @@ class Setting:
         return replace(self, stage=stage, accumulate=accumulate, offload_parameters=offload)
 
 
+def _number(zero: dict[str, Any], key: str, default: int) -> int:
+    """Return a size in a config's ZeRO block; frameworks fill in "auto" later, for which the default is taken.
+
+    Raises:
+        UserError: if it is no number.
+    """
+    value = zero.get(key)
+    if value in (None, "auto"):
+        return default
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise UserError(f"zero_optimization.{key} must be a number, not {value!r}")
+    return int(value)
+
+
 def setting_of(experiment: Experiment, ranks: int) -> Setting:
     """Read the setting of a config on this number of ranks."""
     ds = experiment.deepspeed
@@ -153,12 +168,13 @@ def setting_of(experiment: Experiment, ranks: int) -> Setting:
         offload_optimizer=_offloads(zero, "offload_optimizer"),
         offload_parameters=_offloads(zero, "offload_param"),
         overlap=stage == 3 if overlap is None else bool(overlap),
-        reduce_bucket=int(zero.get("reduce_bucket_size", defaults.reduce_bucket)),
-        prefetch_bucket=int(zero.get("stage3_prefetch_bucket_size", defaults.prefetch_bucket)),
-        live_parameters=int(zero.get("stage3_max_live_parameters", defaults.live_parameters)),
-        reuse_distance=int(zero.get("stage3_max_reuse_distance", defaults.reuse_distance)),
-        persistence=int(zero.get("stage3_param_persistence_threshold", defaults.persistence)),
-        sub_group=int(zero.get("sub_group_size", defaults.sub_group)),
+        reduce_bucket=_number(zero, "reduce_bucket_size", defaults.reduce_bucket),
+        prefetch_bucket=_number(zero, "stage3_prefetch_bucket_size", defaults.prefetch_bucket),
+        live_parameters=_number(zero, "stage3_max_live_parameters", defaults.live_parameters),
+        reuse_distance=_number(zero, "stage3_max_reuse_distance", defaults.reuse_distance),
+        persistence=_number(zero, "stage3_param_persistence_threshold", defaults.persistence),
+        sub_group=_number(zero, "sub_group_size", defaults.sub_group),
+        states_accumulation=isinstance(ds.get("gradient_accumulation_steps"), int),
         tensor=sizes.tensor,
         sequence=sizes.sequence,
         pipeline=sizes.pipeline,

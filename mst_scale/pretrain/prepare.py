@@ -235,8 +235,11 @@ def record_start(
         store.set_aside(out / "checkpoints", step)
         config = to_dict(experiment)
         # a start that trains nothing, because the run is finished, leaves its config as it is
-        if step < experiment.training.steps or not (out / "config.json").exists():
+        before = run_file.read(out / "run.json").get("config") if (out / "config.json").exists() else None
+        if step < experiment.training.steps or before is None:
             store.write_if_possible(out / "config.json", json.dumps(config, indent=2) + "\n")
+        else:
+            config = before
         seed = experiment.training.seed
         start = run_file.about(
             from_step=step,

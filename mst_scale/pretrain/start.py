@@ -185,6 +185,8 @@ def read_experiment(args: argparse.Namespace) -> Experiment:
     schedule = experiment.attention_schedule  # raises if its phases do not fit
     if warning := schedule.describe_ineffective_stride(experiment.model.seq_length):
         logger.warning("%s", warning)
+    if skipped := experiment.describe_skipped_ramp():
+        logger.warning("%s", skipped)
     return experiment
 
 

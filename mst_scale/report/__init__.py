@@ -93,9 +93,9 @@ class Report:
         return [reader.run for reader in self.readers]
 
     @property
-    def finished(self) -> bool:
+    def ended(self) -> bool:
         """Whether all runs have taken all their steps."""
-        return all(run.finished for run in self.runs)
+        return all(run.ended for run in self.runs)
 
     def write(
         self, *, pictures: bool = True, refresh: int | None = None, progress: Callable[[str], None] = lambda _: None

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 
@@ -26,6 +26,7 @@ from mst_scale.errors import Damaged, UserError
 from mst_scale.report.series import Curve, Thinned
 from mst_scale.run_logging import snapshots
 from mst_scale.run_logging.metrics import is_step
+from mst_scale.run_logging.run_file import DIVERGED, ENDED, FINISHED
 from mst_scale.sparsity_variation import Schedule
 
 SERIES = (
@@ -115,8 +116,19 @@ class Run:
 
     @property
     def finished(self) -> bool:
-        """Whether the run has taken all its steps."""
-        return 0 < self.steps <= self.step
+        """Whether the run has taken all its steps, and its loss was finite."""
+        return 0 < self.steps <= self.step and self._how not in DIVERGED
+
+    @property
+    def ended(self) -> bool:
+        """Whether the run is finished, or has ended otherwise and is not expected to go on."""
+        return self.finished or self._how in (*DIVERGED, FINISHED, ENDED)
+
+    @property
+    def _how(self) -> Any:
+        """How the last start ended."""
+        starts = objects(self.run_file.get("starts"))
+        return starts[-1].get("how") if starts else None
 
     @property
     def starts(self) -> list[dict[str, Any]]:
@@ -169,6 +181,7 @@ class Reader:
     def _reset(self) -> None:
         self.run = Run(self.folder, self.name)
         self._offset = self._damaged = 0
+        self._newest = b""  # the last line that was read
         self._recent: deque[float] = deque(maxlen=SPIKE_WINDOW)
 
     def update(self) -> bool:
@@ -198,14 +211,15 @@ class Reader:
             return
         with path.open("rb") as file:
             stat = path.stat()
-            if self._inode is not None and (stat.st_ino != self._inode or stat.st_size < self._offset):
-                self._reset()  # a resumed run has truncated the file
+            if self._inode is not None and (stat.st_ino != self._inode or not self._continues(file)):
+                self._reset()  # a resumed run has truncated the file, which may have grown again
             self._inode = stat.st_ino
             file.seek(self._offset)
             for line in file:
                 if not line.endswith(b"\n"):
                     return
                 self._offset += len(line)
+                self._newest = line
                 try:
                     row = json.loads(line)
                 except (ValueError, RecursionError):
@@ -214,6 +228,11 @@ class Reader:
                     self._take(row)
                 else:
                     self._damaged += 1
+
+    def _continues(self, file: BinaryIO) -> bool:
+        """Whether what was read last is still where it was."""
+        file.seek(self._offset - len(self._newest))
+        return file.read(len(self._newest)) == self._newest
 
     def _take(self, row: dict[str, Any]) -> None:
         run, step = self.run, row["step"]
@@ -232,6 +251,8 @@ class Reader:
             if isinstance(counts, dict) and number(counts.get("all")) > 0:
                 row[f"dead:{kind}"] = number(counts.get("dead")) / number(counts["all"])
         run.series.add([number(row.get(name)) for name in SERIES])
+        if "val_loss" in row and not math.isfinite(number(row["val_loss"])):
+            run.last_val_loss = None
         if math.isfinite(number(row.get("val_loss"))):
             run.validation.add([number(row.get(name)) for name in VALIDATION])
             run.last_val_loss = number(row["val_loss"])

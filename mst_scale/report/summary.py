@@ -194,7 +194,8 @@ def events(runs: Sequence[Run]) -> list[Table]:
             values = {key: value for key, value in event.items() if key not in ("time", "what", "start")}
             details = ", ".join(f"{key.replace('_', ' ')} {_format_value(value)}" for key, value in values.items())
             lines.append((event, f"{event.get('what', '?')}: {details}" if details else str(event.get("what", "?"))))
-        shown = sorted((_format_time(entry.get("time")), text) for entry, text in lines)[-MAX_EVENTS:]
+        lines.sort(key=lambda line: str(line[0].get("time") or ""))
+        shown = [(_format_time(entry.get("time")), text) for entry, text in lines][-MAX_EVENTS:]
         if shown:
             tables.append(Table("Events" + (f": {run.name}" if len(runs) > 1 else ""), [], shown))
     return tables

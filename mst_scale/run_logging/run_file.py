@@ -27,6 +27,7 @@ SCHEDULERS = (
 )  # fmt: skip
 # How a start ended, in run.json; a start that was killed or crashed has no such entry.
 FINISHED, STOPPED, STORAGE = "finished", "asked to stop", "continued with another storage"
+ENDED = "ended"  # a loop of the user's own, before its last step
 PAUSED = "stopped where --stop-at says"
 CORRUPTED = "ended by silent corruption"
 DIVERGED = ("diverged", "diverged again at the same step")

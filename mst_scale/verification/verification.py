@@ -58,6 +58,7 @@ class Verification:
         self.recomputation: zero_shards.Recomputation | None = None
         self._before: dict[str, int] = {}  # digests after the last verified step, until the next update
         self._masks: tuple[int, dict[str, int]] = (-1, {})  # the last topology step, and digests of what it left
+        self._buffers = self._versions()
         self._host = socket.gethostname()
         if not every:
             return
@@ -72,7 +73,7 @@ class Verification:
 
     def forget(self) -> None:
         """Start again after weights, states and step were replaced, as by a rollback."""
-        self._before, self._masks = {}, (-1, {})
+        self._before, self._masks, self._buffers = {}, (-1, {}), self._versions()
         self.verified = int(self.engine.global_steps)
         self._watch_next()
 
@@ -172,7 +173,15 @@ class Verification:
                 self._fail("replicas", named, step, lambda one: f"{one.first} {others}", decided)  # noqa: B023
 
     def _values(self) -> list[HeldValue]:
-        return [*zero_shards.held_values(self.engine), *self._mask_values()]
+        """Return what is to be compared; not buffers that forward passes write, such as running statistics."""
+        versions = self._versions()
+        written = {name for name, version in versions.items() if self._buffers.get(name) != version}
+        held = [value for value in zero_shards.held_values(self.engine) if value.name not in written]
+        return [*held, *self._mask_values()]
+
+    def _versions(self) -> dict[str, int]:
+        """Return how often each buffer has been written."""
+        return {name: buffer._version for name, buffer in self.engine.module.named_buffers()}
 
     def _mask_values(self) -> list[HeldValue]:
         """Masks of this rank's slices, which are the same on all ranks at stage 0, and indexes, which always are."""

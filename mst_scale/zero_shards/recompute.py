@@ -11,6 +11,7 @@ usual. Each gradient is freed when it is digested.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,8 +21,10 @@ from deepspeed import checkpointing
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.torch_autocast import autocast_if_enabled
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint
 
+from mst_scale.comm import logger
 from mst_scale.errors import UserError
 from mst_scale.zero_shards.compact_index import indexes_of
 from mst_scale.zero_shards.logical import named_parameters
@@ -37,7 +40,11 @@ class _Pass:
     inputs: tuple[Any, ...]
     named: dict[str, Any]
     random: list[Tensor]
+    buffers: list[Tensor]
+    """Buffers of the module as they were before the pass, which may write them."""
     digests: dict[str, Tensor] = field(default_factory=dict)
+    repeated: bool = False
+    """Whether another forward pass came before the backward pass: their gradients arrive together."""
     seed: Tensor | None = None
     """The gradient that entered the loss."""
 
@@ -80,7 +87,7 @@ class Recomputation:
         """
         first, self._trained, self._recorded = self._trained, None, None
         try:
-            if first is None or first.seed is None:  # a step without such a micro-batch
+            if first is None or first.seed is None or first.repeated:  # a step without such a micro-batch
                 return []
             second = self._again(first)
         finally:
@@ -94,10 +101,11 @@ class Recomputation:
 
     def _again(self, first: _Pass) -> _Pass:
         module, devices = self.engine.module, _devices()
-        second = _Pass(first.inputs, first.named, first.random, seed=first.seed)
+        second = _Pass(first.inputs, first.named, first.random, first.buffers, seed=first.seed)
         for handle in self._handles[:2]:
             handle.remove()
-        with torch.random.fork_rng(devices, device_type=get_accelerator().device_name()), self._aside():
+        random = torch.random.fork_rng(devices, device_type=get_accelerator().device_name())
+        with random, self._buffers_of(first), self._aside():
             _set_random_states(first.random)
             loss = module(*first.inputs, **first.named)
             second.digests[LOSS] = self._digest(loss)
@@ -108,12 +116,18 @@ class Recomputation:
 
     def _before_forward(self, module: torch.nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> None:
         self._recorded = None  # what comes is another micro-batch
-        if not module.training or not torch.is_grad_enabled() or self._trained is not None:
+        if not module.training or not torch.is_grad_enabled():
+            return
+        if self._trained is not None:
+            if self._trained.seed is None and not self._trained.repeated:
+                self._trained.repeated = True
+                _log_repeated()
             return
         if self._skip:
             self._skip -= 1
             return
-        self._trained = _Pass(inputs, named, _random_states())
+        inputs, named = tree_map_only(Tensor, _copied, (inputs, named))  # a loop may fill them with its next batch
+        self._trained = _Pass(inputs, named, _random_states(), [b.clone() for b in module.buffers()])
 
     def _after_forward(self, module: torch.nn.Module, inputs: Any, loss: Any) -> None:
         now = self._trained
@@ -145,6 +159,17 @@ class Recomputation:
         self._handles, self._recorded, self._frees = [], None, False
 
     @contextlib.contextmanager
+    def _buffers_of(self, first: _Pass) -> Iterator[None]:
+        """Give the module the buffers that a pass began with, and those of now back."""
+        buffers = list(self.engine.module.buffers())
+        now = [buffer.clone() for buffer in buffers]
+        _fill(buffers, first.buffers)
+        try:
+            yield
+        finally:
+            _fill(buffers, now)
+
+    @contextlib.contextmanager
     def _aside(self) -> Iterator[None]:
         """Let the pass change nothing but its own tensors.
 
@@ -165,6 +190,24 @@ class Recomputation:
             checkpointing.checkpoint = own
             for index, on_gradient in zip(indexes, asked, strict=True):
                 index.on_gradient = on_gradient
+
+
+def _copied(tensor: Tensor) -> Tensor:
+    return tensor if tensor.requires_grad else tensor.clone()
+
+
+@torch.no_grad()
+def _fill(buffers: list[Tensor], values: list[Tensor]) -> None:
+    for buffer, value in zip(buffers, values, strict=True):
+        buffer.copy_(value)
+
+
+@functools.cache  # once per process
+def _log_repeated() -> None:
+    logger.warning(
+        "training.verify_every does not compare a second computation of steps in which the model is called several "
+        "times before backward"
+    )
 
 
 def _drop(gradient: Tensor, rows: Tensor | None = None) -> None:

@@ -111,6 +111,24 @@ def test_training_is_that_of_the_definition_on_any_ranks_and_stage(name):
             assert losses == pytest.approx(alone, rel=2e-4), stage
 
 
+def trained_in_subgroups(rank: int, world: int, size: int, matrices_first: bool):
+    raw = config("monarch", 3, world)
+    raw["zero_optimization"]["sub_group_size"] = size
+    made = model()
+    groups = [{"params": [p for p in made.parameters() if (p.dim() == 2) == is_matrix]} for is_matrix in (False, True)]
+    groups = groups[::-1] if matrices_first else groups
+    engine, *_ = mst_scale.initialize(model=made, model_parameters=groups, config=raw)
+    return advance(engine, rank, world, 0, STEPS)
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_run_turns_dense_with_any_sub_groups_of_zero_3(world):
+    whole = pool.run(trained_in_subgroups, world, 10**9, True)
+    for size, matrices_first in ((100, True), (10**9, False)):
+        for losses, expected in zip(pool.run(trained_in_subgroups, world, size, matrices_first), whole, strict=True):
+            assert losses == pytest.approx(expected, rel=2e-4)
+
+
 PULLS = [("sr-ste", {"decay": 1.0}), ("top-kast", {"penalty": 0.2})]
 
 

@@ -311,3 +311,51 @@ def test_one_rank_has_no_replicas_and_is_verified_all_the_same(stage):
     assert pool.run(with_and_without, 1, (stage, "masks"), ("bf16", 2), {}) == [[]]
     found = pool.run(run_with_a_flip, 1, (stage, "masks", "second moment"), (4, False))
     assert found == [("memory", [0], True, 4, 2)]
+
+
+class Normalized(torch.nn.Module):
+    """A model that writes running statistics in its forward pass."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm, self.model = torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 3)
+
+    def forward(self, x, y):
+        return torch.nn.functional.mse_loss(self.model(self.norm(x)), y)
+
+
+def with_running_statistics(rank, world, stage):
+    found = []
+    for every in (0, 1):
+        torch.manual_seed(0)
+        engine = mst_scale.initialize(model=Normalized(), config=mst_config(stage, world, method="dense"))[0]
+        verification = Verification(engine, comm.init(), every)
+        x, y = torch.empty(4, 4), torch.empty(4, 3)
+        for step in range(6):
+            generator = torch.Generator().manual_seed(10 * step + rank)
+            x.normal_(generator=generator)  # one tensor for all batches
+            y.normal_(generator=generator)
+            engine.backward(engine(x, y))
+            x.zero_()
+            engine.step()
+        verification.finish()
+        found.append({name: buffer.clone() for name, buffer in engine.module.named_buffers()})
+    return verification.verified, [name for name, value in found[0].items() if not torch.equal(value, found[1][name])]
+
+
+@pytest.mark.parametrize("stage", [0, 2])
+def test_running_statistics_are_not_corruption_and_stay_as_they_are(stage):
+    assert pool.run(with_running_statistics, 2, stage) == [(6, []), (6, [])]
+
+
+def with_two_passes(rank, world):
+    engine, verification = started(1, world, "masks", 1)
+    for step in range(4):
+        engine.backward(engine(*toy_batch(step, rank)) + engine(*toy_batch(step + 1, rank)))
+        engine.step()
+    verification.finish()
+    return verification.verified
+
+
+def test_two_forward_passes_before_a_backward_pass_are_not_corruption():
+    assert pool.run(with_two_passes, 1) == [4]

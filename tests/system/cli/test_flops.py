@@ -103,6 +103,15 @@ def test_dense_short(capsys):
     assert found["total_flops"]["paper"] == pytest.approx(sparse["total_flops"]["paper"], rel=1 / 35_122)
 
 
+def test_ranks_that_share_a_model_share_its_batch(tmp_path, capsys):
+    path = tmp_path / "c.json"
+    batch = {"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 32}
+    path.write_text(json.dumps({**batch, "tensor_parallel": {"autotp_size": 8}, "mst": {"method": "mst"}}))
+    assert json.loads(ask(capsys, "--config", str(path), "--ranks", "8", "--json"))["sequences"] == 64
+    path.write_text(json.dumps({"train_batch_size": 512, "mst": {"method": "mst"}}))
+    assert json.loads(ask(capsys, "--config", str(path), "--ranks", "7", "--json"))["sequences"] == 512
+
+
 @pytest.mark.parametrize(
     ("argv", "message"),
     [

@@ -256,6 +256,13 @@ def test_bad_input_is_one_line_and_exit_2(words, message, capsys):
     assert not out and err.startswith("mst: ") and err.count("\n") == 1 and message in err
 
 
+def test_gpus_per_node_hold_for_one_node_too(capsys):
+    words = ["plan", *config("gpt3_6.7b"), "--gpus", "16", "--gpus-per-node", "16", "--tp", "16", "--json"]
+    assert main(words) == 0
+    assert main(["plan", *config("gpt2_small"), "--gpus", "8", "--nodes", "2", "--gpus-per-node", "8"]) == 2
+    assert "8 GPUs are not 2 nodes of 8" in capsys.readouterr().err
+
+
 def test_what_does_not_fit_says_what_would(capsys):
     words = [*config("gpt3_13b"), "--gpus", "8", "--gpu", "a100-40gb"]
     assert main(["plan", *words]) == 2

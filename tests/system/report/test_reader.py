@@ -77,6 +77,29 @@ def test_a_run_that_was_set_back_is_read_anew(tmp_path):
     assert reader.run.step == 100 and reader.run.series.rows == 10
 
 
+def test_a_file_that_was_set_back_and_has_grown_again_is_read_anew(tmp_path):
+    folder = runs.write(tmp_path / "run", until=300)
+    reader, path = Reader(folder), folder / "metrics.jsonl"
+    reader.update()
+    lines = path.read_text().splitlines(keepends=True)
+    again = [json.dumps({**json.loads(line), "loss": 7.5, "again": "x" * 50}) + "\n" for line in lines[10:]]
+    path.write_text("".join([*lines[:10], *again]))
+    reader.update()
+    assert reader.run.step == 300 and reader.run.series.rows == 30 and reader.run.last["loss"] == 7.5
+    assert not any("could not be read" in note for note in reader.run.notes)
+
+
+def test_a_run_whose_loss_was_not_finite_in_the_end_is_not_finished(tmp_path):
+    folder = runs.write(tmp_path / "run")
+    path = folder / "metrics.jsonl"
+    *before, last = path.read_text().splitlines(keepends=True)
+    path.write_text("".join([*before, json.dumps({**json.loads(last), "val_loss": None}) + "\n"]))
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "run.json").write_text(json.dumps({"config": config, "starts": [{"how": "diverged"}]}))
+    run = read(folder)
+    assert not run.finished and run.ended and run.last_val_loss is None
+
+
 def test_damaged_lines_odd_values_and_damaged_files_are_notes(tmp_path):
     folder = runs.write(tmp_path / "run", until=200)
     with (folder / "metrics.jsonl").open("a") as file:

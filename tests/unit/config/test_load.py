@@ -448,3 +448,12 @@ def test_after_the_last_step_attention_is_unchanged(mst, last):
 def test_a_precision_is_a_block_that_is_enabled(deepspeed, precision):
     """What is no block is DeepSpeed's to refuse."""
     assert precision_of(deepspeed) == precision
+
+
+def test_a_run_too_short_for_a_warm_up_is_named():
+    def said(steps: int, **topology) -> str | None:
+        raw = {**MINIMAL, "mst": {"method": "mst", "topology": topology}}
+        return load(raw, [f"training.steps={steps}"]).describe_skipped_ramp()
+
+    assert "phase warmup (steps 0 to 21)" in said(300)
+    assert said(3000) is None and said(300, interval=5) is None

@@ -197,3 +197,19 @@ def test_rows_and_columns_of_a_cut_matrix_are_lines_of_the_whole():
 
 def test_format_counts():
     assert format_counts({"mlp": (17, 512), "value": (14, 1280)}) == "17 of 512 MLP neurons, 14 of 1,280 value channels"
+
+
+def test_other_modules_with_submodules_of_these_names_are_left_out():
+    class Gated(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.c_fc, self.act, self.c_proj = nn.Linear(4, 8), nn.GLU(), nn.Linear(4, 4)
+
+    class Listed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.up, self.down, self.gelu = nn.ModuleList([nn.Linear(4, 8)]), nn.ModuleList(), nn.GELU()
+
+    for module in (Gated(), Listed()):
+        units, left_out = find_units(module)
+        assert units == [] and type(module).__name__ in left_out[0]

@@ -1,5 +1,7 @@
 """The whole plan of a config."""
 
+from dataclasses import replace
+
 import pytest
 
 from mst_scale.cli.plan_text import format_plan
@@ -7,6 +9,7 @@ from mst_scale.config import load
 from mst_scale.errors import UserError
 from mst_scale.plan.answer import of_tokens, plan
 from mst_scale.plan.gpus import machine
+from mst_scale.plan.setting import setting_of
 from mst_scale.plan.traffic import tied_ends
 from tests.support.plan_configs import A100, ready
 from tests.support.tiny_run import ROOT
@@ -154,3 +157,30 @@ def test_phases_without_masks_have_no_topology_steps():
     assert [phase.name for phase in answer.phases][-1] == "dense"
     assert answer.phases[-1].memory_bytes <= min(phase.memory_bytes for phase in answer.phases)
     assert {phase.sent_bytes for phase in answer.phases} == {sum(answer.sent.values())}
+
+
+def test_proposals_keep_a_batch_that_is_stated_per_rank():
+    changes = ["train_micro_batch_size_per_gpu=16", "gradient_accumulation_steps=4"]
+    e = load("gpt3_6.7b", changes)
+    e.deepspeed.pop("train_batch_size", None)
+    with pytest.raises(UserError) as caught:
+        plan(e, 8, machine("a100-80gb", 8))
+    stated = [word for word in str(caught.value).split() if "=" in word]
+    sizes = {key: int(value) for key, _, value in (word.partition("=") for word in stated) if value.isdigit()}
+    assert 8 * sizes["train_micro_batch_size_per_gpu"] * sizes["gradient_accumulation_steps"] == 512
+
+
+def test_a_size_may_be_fixed_where_the_batch_has_fewer_sequences_than_gpus():
+    answer = plan(ready("gpt3_175b"), 1024, machine("a100-80gb", 1024), fixed={"tensor": 8})
+    assert answer.setting.tensor == 8 and answer.setting.batch == 1536 and answer.given.sizes.model == 1
+
+
+@pytest.mark.parametrize("value", ["auto", None])
+def test_sizes_that_a_framework_fills_in_have_their_defaults(value):
+    e = ready("gpt2_small")
+    sizes = dict.fromkeys(("reduce_bucket_size", "stage3_prefetch_bucket_size", "sub_group_size"), value)
+    config = {**e.deepspeed, "zero_optimization": {"stage": 2, **sizes}}
+    assert setting_of(replace(e, deepspeed=config), 8).reduce_bucket == 500_000_000
+    config["zero_optimization"]["reduce_bucket_size"] = "many"
+    with pytest.raises(UserError, match="reduce_bucket_size"):
+        setting_of(replace(e, deepspeed=config), 8)
