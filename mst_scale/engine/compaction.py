@@ -218,10 +218,10 @@ class _FirstPositions:
         self.seed = experiment.training.seed if mst.seed is None else mst.seed
         self.shapes = shapes
         self.given = None if mst.masks is None else GivenMasks(mst.masks)
-        first = 0 if experiment.trains is None else experiment.trains[0]
-        # masks of later steps come from the checkpoint that the engine loads next
-        self.how = "random" if first else mst.sparsity.initial
-        self.reads = depends_on_weights(self.how, mst.masks)
+        self.later = self.given is None and experiment.trains is not None and experiment.trains[0] > 0
+        """Whether the masks are those that the engine loads next, so that any positions do until then."""
+        self.how = mst.sparsity.initial
+        self.reads = not self.later and depends_on_weights(self.how, mst.masks)
         self.dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[precision_of(experiment.deepspeed)]
         sparsity = max(experiment.sparsities)
         self.counts = dict(
@@ -230,6 +230,8 @@ class _FirstPositions:
 
     def __call__(self, name: str, weight: torch.Tensor) -> torch.Tensor:
         """Return the positions of a matrix's active weights, in the order of the flattened matrix (collective)."""
+        if self.later:
+            return torch.arange(self.counts[name])
         if self.reads:
             _take_first_ranks(weight, self.replicas)
         stored = weight.to(self.dtype)  # what DeepSpeed makes its master weights of

@@ -21,6 +21,26 @@ from mst_scale.tensor_parallel import marked_cut
 INIT_CHUNK = 1 << 22  # values drawn at once: 16 MiB of float32 for a weight of any size
 
 
+_draws = True
+
+
+@contextlib.contextmanager
+def not_drawn() -> Iterator[None]:
+    """Leave the weights of models that are built meanwhile as they are allocated: all of them are written next."""
+    global _draws  # noqa: PLW0603  (layers of torch draw their own weights when they are built)
+    names = ("kaiming_uniform_", "uniform_", "normal_")  # what nn.Linear and nn.Embedding draw with
+    drawing = {name: getattr(nn.init, name) for name in names}
+    for name in names:
+        setattr(nn.init, name, lambda tensor, *more, **named: tensor)
+    _draws = False
+    try:
+        yield
+    finally:
+        for name, function in drawing.items():
+            setattr(nn.init, name, function)
+        _draws = True
+
+
 def draw_seed() -> int:
     """Draw a seed from torch's global generator; call it before any layer draws its default weights."""
     return int(torch.randint(2**62, (), device="cpu"))
@@ -43,7 +63,7 @@ def initialize(
         std_of: returns the standard deviation of a module's weights, given its name.
         name_of: maps a module's path in `model` to the name that determines its values.
     """
-    for path, module in model.named_modules():
+    for path, module in model.named_modules() if _draws else ():
         if not isinstance(module, (nn.Linear, nn.Embedding)):
             continue
         name = name_of(path)

@@ -10,6 +10,7 @@ seed. A run that has a checkpoint continues from that, and nothing is grown agai
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import socket
@@ -45,6 +46,7 @@ from mst_scale.mixed_growing import packed_bits
 from mst_scale.mixed_growing.masks import assemble
 from mst_scale.models import build
 from mst_scale.models.gpt import GPT
+from mst_scale.models.initial_weights import not_drawn
 from mst_scale.plan.expected_gain import expect
 from mst_scale.pretrain import resume, schedules, storage, validation
 from mst_scale.pretrain.schedules import MASKED
@@ -170,7 +172,8 @@ def prepare(
     if stretches:
         logger.info("%s", storage.describe(stretches))
         chosen = storage.of_stretch(chosen, stretch)
-    engine = ranks.agree(lambda: _build_engine(chosen, out, weights, mesh, source))
+    with contextlib.nullcontext() if handover is None else not_drawn():
+        engine = ranks.agree(lambda: _build_engine(chosen, out, weights, mesh, source))
     loadable: Loadable | None = handover
     if source is not None and handover is None:
         compact = zero_shards.is_compact(engine.module)
