@@ -135,7 +135,8 @@ class SparseCompute(Component):
                 "sparse layers keep the choices that this run began with; a new run on this machine would differ: %s",
                 some,
             )
-        self._follow()
+        if self.layers.crossovers != here:
+            self._follow()
 
     def _cases(self) -> Iterator[tuple[str, Case, tuple[float, float]]]:
         """(name, (dtype, shape), (sparsity now, at most in this run)) of the layers that may multiply with a mask."""
