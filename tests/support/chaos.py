@@ -43,6 +43,7 @@ from tests.support import forked, tiny_run
 
 SAVE_EVERY = 7
 CASES = "2:1,3:2,2:3,4:1,2:2:method=dense,4:1:tensor=2,4:1:pipeline=2"
+COMPACT = "2:1:method=compact,2:3:method=compact,4:2:method=compact"
 DISKS = ("slow disk", "full disk")
 AFTER_A_KILL = ("damage the newest", "damage run.json", "tear the metrics")
 FAULTS = (
@@ -56,6 +57,11 @@ MST = {
     "sparsity": {"max": 0.8},
     "topology": {"interval": 2, "check_every": 5},
     "attention": {"pattern": "strided", "stride": 8},
+}
+METHODS: dict[str, dict[str, Any]] = {
+    "mst": MST,
+    "compact": {**MST, "compute": {"compact": "auto"}},  # storage changes twice in the run
+    "dense": {"method": "dense"},
 }
 
 
@@ -80,7 +86,7 @@ class Case:
 
     @property
     def steps(self) -> int:
-        return 40 + 5 * self.faults
+        return 40 + 5 * self.faults + (60 if self.method == "compact" else 0)  # a phase of at least 50 steps
 
     @property
     def held_at(self) -> int:
@@ -108,10 +114,10 @@ def arguments(folder: Path, case: Case) -> list[str]:
     """Slowed down a little by evaluations, so that faults find different moments."""
     training = {"steps": case.steps, "save_every": SAVE_EVERY, "eval_every": 5, "eval_sequences": 8, "log_every": 1}
     optimizer = {"type": "AdamW", "params": {"lr": 1e-2, "betas": [0.9, 0.95], "torch_adam": True}}
-    mst = MST if case.method == "mst" else {"method": case.method}
     config = tiny_run.config(
-        folder, training=training, optimizer=optimizer, mst=mst, zero_optimization={"stage": case.stage},
-        train_batch_size=4 * case.world, model={"n_layer": case.sizes.pipeline},
+        folder, training=training, optimizer=optimizer, mst=METHODS[case.method],
+        zero_optimization={"stage": case.stage}, train_batch_size=4 * case.world,
+        model={"n_layer": case.sizes.pipeline},
     )  # fmt: skip
     cut = [f"--set={KEYS[what]}={size}" for what, size in asdict(case.sizes).items() if size > 1]
     return ["--deepspeed_config", str(config), "--out", str(folder / "out"), *cut]
@@ -291,7 +297,7 @@ def tensors(out: Path) -> dict[str, torch.Tensor]:
 
 
 def case_of(words: str, faults: int, seed: int) -> Case:
-    """`ranks:ZeRO stage`, the method, what is cut: `2:2:method=dense`, `4:1:tensor=2`, `8:1:tensor=2:pipeline=2`."""
+    """`ranks:ZeRO stage`, the name of METHODS, what is cut: `2:2:method=dense`, `8:1:tensor=2:pipeline=2`."""
     world, stage, *more = words.split(":")
     named = dict(each.split("=") for each in more)
     method = named.pop("method", "mst")
@@ -352,7 +358,9 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=1, help="how often all cases run, each time with other moments")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument(
-        "--cases", default=CASES, help="ranks:ZeRO stage[:method=dense][:what is cut=over how many …], …"
+        "--cases",
+        default=f"{CASES},{COMPACT}",
+        help="ranks:ZeRO stage[:method=dense|compact][:what is cut=over how many …], …",
     )
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()

@@ -31,7 +31,14 @@ def test_the_fixed_faults_are_thirty_of_all_kinds():
 
 @pytest.mark.parametrize(
     "case",
-    [*FIXED, *(pytest.param(case_of(words, 20, seed=1), marks=pytest.mark.slow) for words in chaos.CASES.split(","))],
+    [
+        *FIXED,
+        case_of("2:2:method=compact", 6, seed=8),
+        *(
+            pytest.param(case_of(words, 20, seed=1), marks=pytest.mark.slow)
+            for words in f"{chaos.CASES},{chaos.COMPACT}".split(",")
+        ),
+    ],
     ids=str,
 )
 def test_the_end_is_the_same(case, tmp_path):
