@@ -38,7 +38,7 @@ from mst_scale.pretrain.spikes import Spikes, batch_number
 from mst_scale.run_logging.observer import Observer
 from mst_scale.run_logging.operations import Operations, command_of
 from mst_scale.run_logging.progress import Starting, kind_of
-from mst_scale.run_logging.record import Record, compare_with_baseline, state_of
+from mst_scale.run_logging.record import Record, compare_with_baseline, restart_peak_memory, state_of
 from mst_scale.run_logging.run_file import CORRUPTED, DIVERGED, FINISHED, PAUSED, STOPPED, STORAGE
 from mst_scale.verification import Verification
 
@@ -421,6 +421,7 @@ def train(args: argparse.Namespace, experiment: Experiment, out: Path, ranks: Ra
             logger.error(
                 "the previous engine was not freed, so its memory stays allocated: something still refers to it"
             )
+        restart_peak_memory()
         starting = Starting()
         left = _train_with_one_engine(args, fitted, out, ranks, starting=starting, stop=stop, handover=left.handover)
     elastic.tell_waiting_ranks()

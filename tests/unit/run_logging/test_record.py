@@ -2,11 +2,14 @@
 
 import json
 import math
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from mst_scale.config.blocks import BaselineConfig
+from mst_scale.run_logging import record as module
 from mst_scale.run_logging.record import Record, compare_with_baseline
 
 ROW = {"flops": 1e12, "flops_dense": 1e12, "sparsity": 0.0, "tokens_per_s": 1.0, "tokens": 16}
@@ -76,3 +79,13 @@ def test_a_loss_that_is_not_finite_is_not_compared():
 def test_a_baseline_has_flops_and_a_loss():
     with pytest.raises(ValueError, match=r"training\.baseline\.flops must be above 0"):
         BaselineConfig("dense-short", val_loss=1.8)
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux")
+def test_the_peak_of_memory_can_be_measured_anew():
+    ballast = torch.ones(60_000_000)
+    high = module._peak_memory()
+    del ballast
+    assert module._peak_memory() >= high
+    module.restart_peak_memory()
+    assert module._peak_memory() < high - 100_000_000
