@@ -234,7 +234,7 @@ def _format_loss(loss: float | None) -> str:
 
 
 def restart_peak_memory() -> None:
-    """Start to measure the peak of memory again, for the next engine of this process; where the system cannot, it stays."""
+    """Start to measure the peak of memory again, for the next engine; where the system cannot, the peak stays."""
     if torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()
     with contextlib.suppress(OSError):

@@ -35,6 +35,20 @@ def reshaped(rank, world, stage, folder):
     return first, losses
 
 
+def weights_of_another_layout(rank, world, stage, folder):
+    config = mst_config(stage, world, "fp32")
+    config["training"]["reshape_on_load"] = True
+    engine, *_ = mst_scale.initialize(model=toy(), config=config)
+    engine.load_checkpoint(folder, load_module_only=True)
+    return engine.mst.step, float(sum(p.detach().double().square().sum() for p in engine.module.parameters()))
+
+
+def squares(rank, world, stage, folder):
+    engine, *_ = mst_scale.initialize(model=toy(), config=mst_config(stage, world, "fp32"))
+    engine.load_checkpoint(folder)
+    return float(sum(p.detach().double().square().sum() for p in engine.module.parameters()))
+
+
 def whole(rank, world, stage, folder):
     engine, *_ = mst_scale.initialize(model=toy(), config=mst_config(stage, world, "fp32"))
     train(engine, rank, world, 4)
@@ -72,6 +86,13 @@ def test_a_load_makes_the_copy_it_needs_if_the_config_says_so(tmp_path, stage, w
         for found, losses in pool.run(reshaped, worlds[1], stage, str(tmp_path)):
             assert found == masks and len(losses) == 2
     assert pool.run(loaded, worlds[0], stage, str(tmp_path)) == ["loaded step 4"] * worlds[0], "its own files still"
+
+
+def test_weights_alone_are_loaded_without_a_copy(tmp_path):
+    pool.run(saved, 2, 2, str(tmp_path))
+    (found,) = pool.run(weights_of_another_layout, 1, 1, str(tmp_path))
+    assert found == (0, pytest.approx(pool.run(squares, 2, 2, str(tmp_path))[0], rel=1e-12))
+    assert not list(tmp_path.glob("*/universal"))
 
 
 def test_the_same_layout_and_other_failures_are_left_alone(tmp_path):
