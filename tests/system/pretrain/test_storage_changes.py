@@ -112,8 +112,21 @@ def test_a_run_ends_bit_for_bit_as_with_dense_storage(tmp_path, dense, launcher,
     assert [start["how"] for start in starts] == ["continued with another storage"] * 2 + ["finished"]
     assert said.count("another engine continues\n") == 2 and "was not freed" not in said
     checkpoints = tmp_path / "compact" / "checkpoints"
-    assert (checkpoints / store.tag_of(10) / "zero").is_dir(), "both storages load it"
+    assert (checkpoints / store.tag_of(10) / "zero").is_dir(), "the first checkpoint after the change"
+    assert "from step 10, from memory" in said and not list(checkpoints.glob("*.partial"))
     assert not list(checkpoints.glob("*/mst/compact.safetensors")), "the form is dense by default"
+
+
+@pytest.mark.parametrize(("ranks", "stage", "key"), [
+    (2, 3, "zero_optimization.offload_optimizer.device=cpu"),
+    (1, 0, "bf16.enabled=true"),
+])  # fmt: skip
+def test_offloaded_states_and_half_precision_are_handed_over(tmp_path, ranks, stage, key):
+    for out, compact in (("dense", "off"), ("compact", "auto")):
+        assert "was not freed" not in run_here(ranks, tmp_path, out, compact, stage, "--set", key)
+    assert_same(tmp_path / "compact", tmp_path / "dense")
+    found = json.loads((tmp_path / "compact" / "run.json").read_text())
+    assert len(found["starts"]) == 3 and found["restarts"] == 0
 
 
 PIPELINE = ("model.n_layer=2", "mst.targets.lm_head=true", "pipeline.stages=2")
