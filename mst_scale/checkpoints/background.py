@@ -61,7 +61,7 @@ class KeptCopies:
     folder: Path
     """Of the parts that this host has."""
     start: int
-    """The number of this start, from 0."""
+    """How often the run was started again."""
     ring: Ring | None
     """None if there is one host."""
     newest: str | None = None

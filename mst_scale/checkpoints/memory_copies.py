@@ -35,7 +35,7 @@ class Copy(NamedTuple):
 
     step: int
     start: int
-    """The number of the run's start that has made it, from 0."""
+    """How often the run had been started again when it was made."""
     name: str
     """Made up for each copy, so that parts of two copies of one step are never mixed."""
     ranks: int

@@ -55,6 +55,7 @@ def install(module: Any, integration: Integration) -> None:
         callbacks = trainer.callback_handler.callbacks
         if not any(isinstance(one, SparseTraining) for one in callbacks):
             callbacks.insert(0, SparseTraining(integration, trainer))  # ahead of those that write the logs
+        _wait_for_saves(integration)
         bound = order.bind(trainer, *given, **named)
         if resume := bound.arguments.get("resume_from_checkpoint"):
             bound.arguments["resume_from_checkpoint"] = _complete(resume, Path(trainer.args.output_dir))
@@ -62,9 +63,7 @@ def install(module: Any, integration: Integration) -> None:
 
     @functools.wraps(load)
     def after_saves(*given: Any, **named: Any) -> Any:
-        engine = integration.made() if integration.made is not None else None
-        if engine is not None:
-            engine.mst.finish_save()  # the folder that is looked for may be under way
+        _wait_for_saves(integration)  # the folder that is looked for may be under way
         return load(*given, **named)
 
     @functools.wraps(init)
@@ -84,6 +83,15 @@ def install(module: Any, integration: Integration) -> None:
 
     module.Trainer.train, module.deepspeed_init = with_callback, with_length
     module.deepspeed_load_checkpoint = after_saves
+
+
+def _wait_for_saves(integration: Integration) -> None:
+    """Wait until the latest engine has written its checkpoint (training.async_save); a failure is logged."""
+    engine = integration.made() if integration.made is not None else None
+    saves = None if engine is None else engine.mst.saves
+    saved = None if saves is None else saves.finish()
+    if saved is not None and saved.error is not None:
+        logger.error("the checkpoint of step %d was not saved: %s", saved.step, saved.error)
 
 
 def _complete(resume: Any, out: Path) -> Any:

@@ -26,12 +26,12 @@ _draws = True
 
 @contextlib.contextmanager
 def not_drawn() -> Iterator[None]:
-    """Leave the weights of models that are built meanwhile as they are allocated: all of them are written next."""
+    """Give models that are built meanwhile zeros: all of their weights are written next."""
     global _draws  # noqa: PLW0603  (layers of torch draw their own weights when they are built)
     names = ("kaiming_uniform_", "uniform_", "normal_")  # what nn.Linear and nn.Embedding draw with
     drawing = {name: getattr(nn.init, name) for name in names}
     for name in names:
-        setattr(nn.init, name, lambda tensor, *more, **named: tensor)
+        setattr(nn.init, name, lambda tensor, *more, **named: nn.init.zeros_(tensor))
     _draws = False
     try:
         yield

@@ -97,7 +97,7 @@ def _why_not(out: Path, copies: dict[Copy, dict[int, list[str]]], verified: int 
     reasons = {}
     for copy, parts in copies.items():
         missing = [rank for rank in range(copy.ranks) if rank not in parts]
-        if copy.start < len(starts) - 1:
+        if copy.start < run_file.restarts(starts):
             reasons[copy] = "it was made before the last start of the run"
         elif diverged:
             reasons[copy] = "the run diverged soon after it"

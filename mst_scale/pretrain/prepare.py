@@ -100,6 +100,8 @@ class Prepared:
     """The steps that are trained with compact storage, if that changes in the run …"""
     stretch: storage.Stretch | None
     """… and those of this engine; None if it is dense."""
+    continues: bool = False
+    """Whether it continues from the previous engine of this process."""
 
 
 def prepare(
@@ -198,6 +200,7 @@ def prepare(
     return Prepared(
         fitted, out, ranks, batch, micro, accumulation,
         train, val, tasks, engine, mesh, ledger, progress, len(rollbacks), file, stretches, stretch,
+        continues=handover is not None,
     )  # fmt: skip
 
 

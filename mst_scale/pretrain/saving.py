@@ -31,9 +31,13 @@ class Saves:
         prepared: the run as `prepare` returns it.
         saved: called with the step of each complete checkpoint.
         failed: called with the step of a save that failed, and the reason.
+        newest_copy: the newest copy in memory that the previous engine of this process has left.
     """
 
-    def __init__(self, prepared: Prepared, saved: Callable[[int], None], failed: Callable[[int, str], None]):
+    def __init__(
+        self, prepared: Prepared, saved: Callable[[int], None], failed: Callable[[int, str], None],
+        newest_copy: str | None = None,
+    ):  # fmt: skip
         self.engine, self.ranks = prepared.engine, prepared.ranks
         self.folder = prepared.out / "checkpoints"
         self.training = prepared.experiment.training
@@ -48,11 +52,12 @@ class Saves:
         self._seconds: float | None = None
         self._skips = False  # a copy was skipped, and this was logged
         self._memory = _Memory(prepared.out, self.ranks)
-        self._memory.clear()  # of earlier starts
+        if not prepared.continues:
+            self._memory.clear()  # of earlier starts
         self._background = _background_saves(self.engine, self.ranks, self.training)
         if self._background is not None and self.training.memory_every:
-            start = self.ranks.on_first(lambda: len(prepared.run_file.starts) - 1 if prepared.run_file else 0)
-            self._background.copies = self._memory.begin(start, self.training.memory_every)
+            start = self.ranks.on_first(lambda: prepared.run_file.restarts if prepared.run_file else 0)
+            self._background.copies = self._memory.begin(start, self.training.memory_every, newest_copy)
             with contextlib.suppress(OSError, comm.FailedElsewhere):  # the first copy says so
                 self._background.prepare()  # it should listen when the first part of another host comes
 
@@ -126,6 +131,11 @@ class Saves:
         """Whether checkpoints of compact storage are turned into the dense form."""
         return self.training.checkpoint_form == "dense" and zero_shards.is_compact(self.engine.module)
 
+    @property
+    def newest_copy(self) -> str | None:
+        """The tag of the newest copy in memory that all ranks have; None if there is none."""
+        return None if self._background is None or self._background.copies is None else self._background.copies.newest
+
     def finish(self, wait: bool = True) -> None:
         """Wait for the latest save, if it is still being written and `wait` says so."""
         if self._background is None or (saved := self._background.finish(wait)) is None:
@@ -196,12 +206,12 @@ class _Memory:
             memory_copies.clear(self._folder)
         self._ranks.any(False)
 
-    def begin(self, start: int, every: int) -> KeptCopies | None:
+    def begin(self, start: int, every: int, newest: str | None) -> KeptCopies | None:
         """Prepare for copies of a start, on all ranks together; return None if that fails, which is logged."""
         try:
             self._ranks.agree(lambda: memory_copies.make_folder(self._folder))
             several = len(set(self._hosts)) > 1
-            copies = KeptCopies(self._folder, start, Ring(self._ranks, self._hosts) if several else None)
+            copies = KeptCopies(self._folder, start, Ring(self._ranks, self._hosts) if several else None, newest)
             logger.info(
                 "every %d steps, each host keeps a copy of a checkpoint in %s%s", every, self._folder,
                 ", and one of the host before it" if several else "",

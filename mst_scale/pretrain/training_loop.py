@@ -68,6 +68,8 @@ class _Left:
     module: weakref.ref[Any]
     """The model, which is to be freed."""
     handover: zero_shards.Handover
+    newest_copy: str | None
+    """The newest copy in memory."""
 
 
 class Run:
@@ -79,11 +81,12 @@ class Run:
         stop_at: the step after which the run saves and stops before its end, or None.
         health: the file of the option --health.
         command: the words of the option --on-event.
+        newest_copy: the newest copy in memory that the previous engine of this process has left.
     """
 
     def __init__(
-        self, prepared: Prepared, stop: StopRequest | None = None, stop_at: int | None = None,
-        health: Path | None = None, command: list[str] | None = None,
+        self, prepared: Prepared, stop: StopRequest | None = None, *, stop_at: int | None = None,
+        health: Path | None = None, command: list[str] | None = None, newest_copy: str | None = None,
     ):  # fmt: skip
         self.experiment, self.out, self.ranks = prepared.experiment, prepared.out, prepared.ranks
         self.batch, self.tasks = prepared.batch, prepared.tasks
@@ -122,7 +125,7 @@ class Run:
                 command=command,
             )  # fmt: skip
             self.operations.event("started", step=self.step)
-        self.saves = Saves(prepared, self._saved, self._save_failed)
+        self.saves = Saves(prepared, self._saved, self._save_failed, newest_copy)
         self.verification = Verification(self.engine, self.ranks, self.training.verify_every)
 
     def record_event(self, what: str, **more: Any) -> None:
@@ -219,7 +222,6 @@ class Run:
         if pauses:
             self.pause()
         if changes:
-            self.record_end(STORAGE)
             raise _StorageChanges
 
     def _name_straggler(self) -> None:
@@ -262,6 +264,7 @@ class Run:
         about = store.describe(self.engine, self.ranks, step=self.step, **self.saves.about)
         state = {**self._state(), "step": self.step}
         handover = storage.hand_over(self.engine, self.saves.folder, self.ranks, state, about)
+        self.record_end(STORAGE)
         self.record.say(f"step {self.step}: the storage of weights changes, and another engine continues")
         return handover
 
@@ -423,24 +426,28 @@ def train(args: argparse.Namespace, experiment: Experiment, out: Path, ranks: Ra
             )
         restart_peak_memory()
         starting = Starting()
-        left = _train_with_one_engine(args, fitted, out, ranks, starting=starting, stop=stop, handover=left.handover)
+        left = _train_with_one_engine(args, fitted, out, ranks, starting=starting, stop=stop, left=left)
     elastic.tell_waiting_ranks()
     ranks.leave()
 
 
 def _train_with_one_engine(
     args: argparse.Namespace, experiment: Experiment, out: Path, ranks: Ranks, *, starting: Starting,
-    stop: StopRequest, restored: dict[str, Any] | None = None, handover: zero_shards.Handover | None = None,
+    stop: StopRequest, restored: dict[str, Any] | None = None, left: _Left | None = None,
 ) -> _Left | None:  # fmt: skip
     """Train with one engine, until the run ends or its storage changes.
 
     Returns:
         What the engine leaves if another one has to continue; None if the run has ended.
     """
+    handover, newest_copy = (None, None) if left is None else (left.handover, left.newest_copy)
     prepared = prepare(
         experiment, out, ranks, args.resume, args.branch_decay_from, handover=handover, begins=starting.begins
     )
-    run = Run(prepared, stop, args.stop_at, args.health, command_of(args.on_event))
+    run = Run(
+        prepared, stop, stop_at=args.stop_at, health=args.health, command=command_of(args.on_event),
+        newest_copy=newest_copy,
+    )  # fmt: skip
     if handover is not None:
         run.save_first()
     if restored is not None:
@@ -462,7 +469,7 @@ def _train_with_one_engine(
         run.end_corrupted(error)
     except _StorageChanges:
         handover = run.hand_over()
-        return _Left(zero_shards.release(run.engine), handover)
+        return _Left(zero_shards.release(run.engine), handover, run.saves.newest_copy)
     finally:
         run.saves.close()
         run.record.finish_monitors()

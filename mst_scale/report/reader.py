@@ -117,18 +117,19 @@ class Run:
     @property
     def finished(self) -> bool:
         """Whether the run has taken all its steps, and its loss was finite."""
-        return 0 < self.steps <= self.step and self._how not in DIVERGED
+        return 0 < self.steps <= self.step and self._last_start.get("how") not in DIVERGED
 
     @property
     def ended(self) -> bool:
         """Whether the run is finished, or has ended otherwise and is not expected to go on."""
-        return self.finished or self._how in (*DIVERGED, FINISHED, ENDED)
+        last = self._last_start
+        launched = isinstance(last.get("job"), dict) and "MST_LAUNCHER" in last["job"]  # and started again
+        return self.finished or last.get("how") in (DIVERGED[True], FINISHED, ENDED, *(() if launched else DIVERGED))
 
     @property
-    def _how(self) -> Any:
-        """How the last start ended."""
+    def _last_start(self) -> dict[str, Any]:
         starts = objects(self.run_file.get("starts"))
-        return starts[-1].get("how") if starts else None
+        return starts[-1] if starts else {}
 
     @property
     def starts(self) -> list[dict[str, Any]]:

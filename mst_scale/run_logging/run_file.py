@@ -13,6 +13,7 @@ import platform
 import subprocess
 import sys
 import time
+from collections.abc import Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -50,7 +51,7 @@ class RunFile:
     @property
     def restarts(self) -> int:
         """How often the run was started again; a change of storage, which is listed as a start, is none."""
-        return sum(start.get("how") != STORAGE for start in self.starts[:-1])
+        return restarts(self.starts)
 
     def happened(self, what: str, **more: Any) -> None:
         """Add an event."""
@@ -80,6 +81,11 @@ def read(path: Path) -> dict[str, Any]:
     except (FileNotFoundError, NotADirectoryError, ValueError, RecursionError):
         return {}
     return found if isinstance(found, dict) else {}
+
+
+def restarts(starts: Sequence[Mapping[str, Any]]) -> int:
+    """Return how often a run was started again, by its starts; a change of storage, which is one of them, is none."""
+    return sum(start.get("how") != STORAGE for start in starts[:-1])
 
 
 def rollbacks(path: Path) -> list[list[int]]:

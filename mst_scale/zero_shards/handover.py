@@ -82,9 +82,14 @@ class Handover:
 
     def give(self, engine: Any) -> dict[str, Any]:
         """Write everything into the next engine; return the caller's state."""
-        with _under_way(engine, self):
-            _, state = engine.load_checkpoint(str(self.folder.parent), tag=self.folder.name)
-        self._parts = {}  # frees them
+        config = engine._config
+        stated, config.load_universal_checkpoint = config.load_universal_checkpoint, False  # no file is read
+        try:
+            with _under_way(engine, self):
+                _, state = engine.load_checkpoint(str(self.folder.parent), tag=self.folder.name)
+        finally:
+            config.load_universal_checkpoint = stated
+        self._parts, self._positions = {}, {}  # frees them
         return dict(state)
 
     def keep(self, client_state: dict[str, Any]) -> None:

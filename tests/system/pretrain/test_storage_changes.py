@@ -120,8 +120,9 @@ def test_a_run_ends_bit_for_bit_as_with_dense_storage(tmp_path, dense, launcher,
 @pytest.mark.parametrize(("ranks", "stage", "key"), [
     (2, 3, "zero_optimization.offload_optimizer.device=cpu"),
     (1, 0, "bf16.enabled=true"),
+    (1, 1, "checkpoint.load_universal=true"),
 ])  # fmt: skip
-def test_offloaded_states_and_half_precision_are_handed_over(tmp_path, ranks, stage, key):
+def test_any_engine_hands_its_state_over(tmp_path, ranks, stage, key):
     for out, compact in (("dense", "off"), ("compact", "auto")):
         assert "was not freed" not in run_here(ranks, tmp_path, out, compact, stage, "--set", key)
     assert_same(tmp_path / "compact", tmp_path / "dense")

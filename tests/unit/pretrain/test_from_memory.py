@@ -8,7 +8,7 @@ import pytest
 from mst_scale.checkpoints.memory_copies import Copy
 from mst_scale.pretrain import from_memory
 from mst_scale.pretrain.from_memory import _by_copy, _Held, _is_new, _newest_on_disk, _why_not
-from mst_scale.run_logging.run_file import CORRUPTED, DIVERGED, verified
+from mst_scale.run_logging.run_file import CORRUPTED, DIVERGED, STORAGE, verified
 
 OLD, NEW = Copy(4, 1, "a", 2), Copy(6, 1, "b", 2)
 
@@ -30,6 +30,8 @@ def test_why_a_copy_is_not_used(tmp_path):
     assert reasons(tmp_path, whole, {}, {}) == {}
     assert reasons(tmp_path, whole) == {}, "a run.json that was lost says nothing against a copy"
     assert set(reasons(tmp_path, whole, {}, {}, {})) == {OLD, NEW}, "made by a start before the last one"
+    change = {"how": STORAGE}
+    assert reasons(tmp_path, whole, {}, change, change, {}) == {}, "changes of storage are no starts of their own"
     for how in DIVERGED:
         assert set(reasons(tmp_path, whole, {}, {"how": how})) == {OLD, NEW}
     corrupted = {"what": "corrupted", "verified": 5}
