@@ -184,8 +184,8 @@ def _require_length(config: Experiment | dict[str, Any] | str | Path, experiment
             "training.steps is missing, and the phases of sparsity are fractions of the run: add "
             '"training": {"steps": N}, the number of optimizer steps, to the config'
         )
-    if not isinstance(config, Experiment) and (warning := experiment.describe_skipped_ramp()):
-        logger.warning("%s", warning)
+    if not isinstance(config, Experiment) and (said := experiment.describe_skipped_ramp()):
+        logger.info("%s", said)
     last = experiment.schedule.at(experiment.training.steps - 1)
     if not states(config, "training", "steps") and last.sparsity > 0 and last.update_fraction > 0:
         logger.warning(

@@ -186,7 +186,7 @@ def read_experiment(args: argparse.Namespace) -> Experiment:
     if warning := schedule.describe_ineffective_stride(experiment.model.seq_length):
         logger.warning("%s", warning)
     if skipped := experiment.describe_skipped_ramp():
-        logger.warning("%s", skipped)
+        logger.info("%s", skipped)
     return experiment
 
 

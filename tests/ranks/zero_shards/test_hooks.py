@@ -63,13 +63,13 @@ def installed(rank, world, config):
     return [hook.name for hook in HOOKS if hook.applies(engine, engine.mst)]
 
 
-SPARSE = ["universal checkpoints", "step", "before update", "held update", "update", "checkpoints"]
+SPARSE = ["handover", "universal checkpoints", "step", "before update", "held update", "update", "checkpoints"]
 
 
 @pytest.mark.parametrize(
     ("stage", "precision", "method", "names"),
     [
-        (0, "fp32", "dense", ["plain step", "powers of beta", "universal checkpoints"]),
+        (0, "fp32", "dense", ["plain step", "powers of beta", "handover", "universal checkpoints"]),
         (0, "fp16", "mst", ["plain loss", "powers of beta", *SPARSE]),
         (2, "bf16", "mst", ["powers of beta", *SPARSE]),
     ],
