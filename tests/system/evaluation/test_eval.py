@@ -255,10 +255,9 @@ def test_each_rank_has_a_device(monkeypatch):
     assert found == ["cuda:1", "cuda:1", "cuda:0", "cpu"]
 
 
-def test_a_killed_evaluation_is_finished_and_leaves_no_half_result(run, data, capsys, tmp_path, monkeypatch):
-    out = tmp_path / "eval.json"
-    words = ["eval", str(run), "--tasks", "lambada,wikitext2", "--data-dir", str(data), "--out", str(out)]
-    real, calls = module.harness.evaluate_task, []
+def killed_in_the_second_task(monkeypatch) -> list[str]:
+    """Kill the first evaluation of wikitext2 if one task comes before it; return the names of tasks as they begin."""
+    real, calls = module.harness.evaluate_task, list[str]()
 
     def dies(task, *args, **more):
         calls.append(task.name)
@@ -267,6 +266,13 @@ def test_a_killed_evaluation_is_finished_and_leaves_no_half_result(run, data, ca
         return real(task, *args, **more)
 
     monkeypatch.setattr(module.harness, "evaluate_task", dies)
+    return calls
+
+
+def test_a_killed_evaluation_is_finished_and_leaves_no_half_result(run, data, capsys, tmp_path, monkeypatch):
+    out = tmp_path / "eval.json"
+    words = ["eval", str(run), "--tasks", "lambada,wikitext2", "--data-dir", str(data), "--out", str(out)]
+    calls = killed_in_the_second_task(monkeypatch)
     assert main(words) == 1 and not out.exists()
     assert main(words) == 0 and calls == ["lambada", "wikitext2", "wikitext2"], "lambada was taken over"
     assert [path.name for path in tmp_path.iterdir()] == ["eval.json"]
@@ -366,15 +372,7 @@ def test_results_go_into_a_new_folder(run, data, capsys, tmp_path):
 
 def test_a_killed_evaluation_is_finished_after_one_with_other_settings(run, data, tmp_path, monkeypatch):
     words = ["eval", str(run), "--data-dir", str(data), "--out", str(tmp_path / "eval.json"), "--tasks"]
-    real, calls = module.harness.evaluate_task, []
-
-    def dies(task, *args, **more):
-        calls.append(task.name)
-        if task.name == "wikitext2" and len(calls) == 2:
-            raise KeyboardInterrupt
-        return real(task, *args, **more)
-
-    monkeypatch.setattr(module.harness, "evaluate_task", dies)
+    calls = killed_in_the_second_task(monkeypatch)
     assert main([*words, "lambada,wikitext2"]) == 1
     assert main([*words, "lambada", "--stride", "64"]) == 0
     assert main([*words, "lambada,wikitext2"]) == 0
