@@ -5,8 +5,9 @@
 
     plain   DeepSpeed's engine.save_checkpoint every K steps, torchrun --max-restarts, and a script as an experienced
             user writes it (benchmarks/goodput_parts/plain.py): it falls back to an older checkpoint if the newest does
-            not load
-    ours    mst launch local, mst_scale.pretrain with "method": "dense", and saves in the background
+            not load, and ends when the loss is not finite
+    ours    mst launch local, mst_scale.pretrain with "method": "dense", saves in the background, and rolls back when
+            the loss is not finite ("spike": {"action": "rollback"})
 
 Both train the same dense GPT on the same batches with 2 ranks, ZeRO-1 and float32 on the CPU. The trace has one fault
 per `interval` steps, at a step drawn from the seed; sides alternate fault by fault, and each fault meets a fresh job.
@@ -34,9 +35,6 @@ ours, when its heartbeats give up. In the trace it is --timeout for both (DEEPSP
 DeepSpeed creates do not follow it and wait for 30 minutes, the frozen rank of plain is then killed from outside. A full
 disk, on which each save of plain DeepSpeed ends the job: an operator reacts after 30 minutes. The trace has a shorter
 wait (--outage). The time until Slurm gives a job its nodes again is left out.
-
-Not measured: a divergence. With a batch whose loss is NaN, DeepSpeed itself skips the update (float32, ZeRO-1), so that
-neither side needs its own means.
 """
 
 from __future__ import annotations
@@ -67,7 +65,7 @@ STEPS_AT_SCALE, STEP_SECONDS = 14_220, 2.0  # a failure every 7.9 hours
 COLLECTIVES, SILENCE, OPERATOR = 600.0, 0.8, 1800.0  # seconds, a fraction of them, seconds
 NEEDS_OPERATOR = "disk full"  # plain DeepSpeed
 # intervals between saves that a job goes back, on average
-BACK = {"rank killed": 0.5, "rank frozen": 0.5, "node lost": 0.5, "newest damaged": 1.5}
+BACK = {"rank killed": 0.5, "rank frozen": 0.5, "node lost": 0.5, "newest damaged": 1.5, "divergence": 0.5}
 STARTING = 2  # saves of a job while the process that writes is started
 CALIBRATION = 15  # steps between saves of the job without faults
 MODEL = {"n_layer": 2, "n_head": 2, "n_embd": 64, "seq_length": 128, "vocab_size": 256}
@@ -97,6 +95,7 @@ def config(folder: Path) -> dict[str, Any]:
         "mst": {"method": "dense"},
         "training": {
             "steps": 10**6, "seed": 1, "log_every": 1, "eval_every": 0, "eval_sequences": 8, "histogram_every": 0,
+            "spike": {"action": "rollback"},
         },
     }  # fmt: skip
 

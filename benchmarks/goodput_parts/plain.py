@@ -1,13 +1,14 @@
 """Trains the model of `mst bench goodput` with plain DeepSpeed, restarted by torchrun.
 
-This is the baseline, written as an experienced user would: it saves at fixed intervals, continues from `latest`, and
-falls back to the checkpoint before if that one does not load.
+This is the baseline, written as an experienced user would: it saves at fixed intervals, continues from `latest`, falls
+back to the checkpoint before if that one does not load, and ends when the loss is not finite.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import shutil
 import time
@@ -67,6 +68,8 @@ def main() -> None:
         engine.step()
         step += 1
         value = loss.item()
+        if not math.isfinite(value):
+            raise FloatingPointError(f"step {step}: the loss is {value}")
         if rank == 0:
             draft = options.progress.with_suffix(".partial")
             draft.write_text(json.dumps({"step": step, "loss": value, "time": time.time()}))

@@ -26,7 +26,7 @@ import psutil
 import mst_scale
 from mst_scale.errors import UserError
 
-from . import disk
+from . import broken_weight, disk
 
 SIDES = ("ours", "plain")
 FAULTS = {
@@ -36,6 +36,7 @@ FAULTS = {
     "newest damaged": "half of a file of the newest checkpoint is cut off, then both ranks are killed",
     "disk full": "writes of the job fail with ENOSPC for some seconds",
     "disk slow": "writes of the job are slowed down for some seconds",
+    "divergence": "a weight of one rank becomes infinite, as by a flipped bit, and the loss with it",
 }
 RANKS, WARM = 2, 5  # times count from the end of this step
 POLL_SECONDS = 0.01
@@ -111,7 +112,7 @@ class Job:
         root = Path(mst_scale.__file__).parents[1]
         self.environment = {
             **os.environ, **disk.environment(self.out, self.control, setting.rate),
-            "PYTHONPATH": os.pathsep.join(map(str, [root])),
+            "PYTHONPATH": os.pathsep.join(map(str, [broken_weight.write(self.control), root])),
             "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]),
             "DEEPSPEED_TIMEOUT": str(setting.timeout), "MST_PAUSE": "0", "OMP_NUM_THREADS": "1",
             "DS_ACCELERATOR": "cpu", "PYTHONUNBUFFERED": "1",
@@ -260,6 +261,8 @@ def _inject(job: Job, fault: str, victim: int, watched: Watched, setting: Settin
     elif fault in ("disk full", "disk slow"):
         (job.control / fault.split()[1]).touch()
         return now + setting.outage
+    elif fault == "divergence":
+        (job.control / broken_weight.FILE).write_text(str(victim))
     return None
 
 

@@ -31,7 +31,7 @@ TASKS: lambada, wikitext2, ptb, wikitext103, 1bw, rte, mrpc, or all. Their docum
   rte.train.jsonl   the same, as examples for the prompt (--shots)
 
 Perplexities are per token (which we assume the paper's to be) and per word (separated by blanks). A text is one
-sequence and is not detokenized. It is read in windows of the model's context that advance by --stride, so all tokens
+sequence and is not detokenized. It is read in windows of the context that advance by --stride, so all tokens
 but the first of a text have at least context - stride tokens before them. LAMBADA is scored per word: all tokens of the
 last word must be the most likely ones.
 
@@ -54,6 +54,7 @@ def add(subparsers: Any) -> None:
     option("--data-dir", metavar="DIR", help="folder of the tasks' documents (default: from the hub)")
     option("--tokenizer", metavar="NAME", help="byte, gpt2 or a .tiktoken file (default: the model's own)")
     option("--config", metavar="FILE", help="the experiment, for a checkpoint outside the folder of its run")
+    option("--context", type=int, metavar="N", help="length of the windows (default: the model's context)")
     option("--stride", type=int, metavar="N", help="tokens by which a window advances (default: half the context)")
     option("--shots", type=int, default=5, metavar="N", help="examples in the prompts of rte and mrpc (default: 5)")
     option("--batch-size", type=int, default=8, metavar="N", help="windows per forward pass (default: 8)")
@@ -118,6 +119,7 @@ def device_of(asked: str | None, local_rank: int) -> Any:
 
 
 def _evaluate(args: argparse.Namespace, tasks: Any, ranks: Any) -> int:
+    from mst_scale import comm
     from mst_scale.evaluation import harness
     from mst_scale.evaluation.evaluate import FILE, Settings, as_json, evaluate, read_documents, validate_lengths
     from mst_scale.evaluation.models import open_model
@@ -125,6 +127,7 @@ def _evaluate(args: argparse.Namespace, tasks: Any, ranks: Any) -> int:
 
     settings = Settings(
         data_dir=None if args.data_dir is None else Path(args.data_dir),
+        context=args.context,
         stride=args.stride,
         shots=args.shots,
         batch=args.batch_size,
@@ -135,7 +138,7 @@ def _evaluate(args: argparse.Namespace, tasks: Any, ranks: Any) -> int:
         harness.load()
         docs = read_documents(tasks, settings)
         model, text = open_model(args.model, args.tokenizer, device, Path(args.config) if args.config else None)
-        settings.stride_of(model.context)
+        settings.windows_of(model)
         validate_lengths(docs, tasks, text)
         return docs, model, text
 
@@ -152,9 +155,14 @@ def _evaluate(args: argparse.Namespace, tasks: Any, ranks: Any) -> int:
         if first and not args.json:
             print(message, file=sys.stderr)
 
-    result = evaluate(model, text, tasks, docs, settings, out=out, ranks=ranks, log=print_progress)
+    try:
+        result = evaluate(model, text, tasks, docs, settings, out=out, ranks=ranks, log=print_progress)
+    except RuntimeError as error:
+        if not comm.is_out_of_memory(error):
+            raise
+        raise MemoryError("out of memory: reduce --batch-size, or --context for shorter windows") from error
     if first:
-        with_paper = comparable(model.context, model.vocab_size, model.parameters)
+        with_paper = comparable(result["settings"]["context"], model.vocab_size, model.parameters)
         rows = table(result["tasks"], with_paper=with_paper)
         print(as_json(result) if args.json else _format_result(result, rows, out, with_paper))
     return 0

@@ -55,10 +55,10 @@ def is_plain(error: BaseException) -> bool:
     if os.environ.get("MST_TRACEBACK", "").lower() not in ("", "0", "false", "no", "off"):
         return False
     plain = (UserError, DivergedError, CorruptedError, Damaged, OSError, MemoryError)
-    return isinstance(error, plain) or _is_out_of_memory(error)
+    return isinstance(error, plain) or is_out_of_memory(error)
 
 
-def _is_out_of_memory(error: BaseException) -> bool:
+def is_out_of_memory(error: BaseException) -> bool:
     """Return whether memory ran out; on the CPU, torch has no exception class for it, only a message."""
     messages = ("out of memory", "can't allocate memory", "not enough memory")
     return isinstance(error, RuntimeError) and any(message in str(error) for message in messages)
@@ -68,7 +68,7 @@ def one_line(error: BaseException) -> str:
     """Return an error's message on one line; messages of several lines, which come from libraries, are shortened."""
     lines = [line.strip() for line in str(error).strip().splitlines()]
     message = lines[0] if len(lines) == 1 else " ".join(lines)[:MAX_MESSAGE]
-    if _is_out_of_memory(error):
+    if is_out_of_memory(error):
         fix = "reduce train_micro_batch_size_per_gpu or the model, or use offload"
         message = f"out of memory: {fix} ({message[:MAX_MESSAGE]})"
     return message or type(error).__name__

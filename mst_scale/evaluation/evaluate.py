@@ -44,19 +44,23 @@ Result = dict[str, Any]
 
 @dataclass(frozen=True)
 class Settings:
-    """How to evaluate. A stride of None is half the context, as in transformers' documentation."""
+    """How to evaluate. A context of None is the model's; a stride of None is half of it, as in transformers' docs."""
 
     data_dir: Path | None = None
+    context: int | None = None
     stride: int | None = None
     shots: int = 5
     batch: int = 8
 
-    def stride_of(self, context: int) -> int:
-        """Return the stride for a model of this context, or raise UserError if it does not fit."""
+    def windows_of(self, model: Model) -> tuple[int, int]:
+        """Return the length of windows for a model and their stride, or raise UserError if they do not fit."""
+        context = model.context if self.context is None else self.context
+        if not 1 <= context <= model.context:
+            raise UserError(f"--context {context}: it must lie between 1 and the model's, {model.context}")
         stride = max(1, context // 2) if self.stride is None else self.stride
         if not 1 <= stride <= context:
-            raise UserError(f"--stride {stride}: it must lie between 1 and the model's context, {context}")
-        return stride
+            raise UserError(f"--stride {stride}: it must lie between 1 and the context, {context}")
+        return context, stride
 
 
 def read_documents(tasks: Sequence[Task], settings: Settings) -> dict[str, Documents]:
@@ -103,14 +107,14 @@ def evaluate(
         The result, the same on every rank.
     """
     first = ranks is None or ranks.first
-    stride = settings.stride_of(model.context)
+    context, stride = settings.windows_of(model)
     result: Result = {
         "model": model.name,
         "parameters": model.parameters,
         "step": model.step,
         "digest": model.digest,
         "tokenizer": text.name,
-        "settings": {"context": model.context, "stride": stride, "shots": settings.shots, "detokenised": False},
+        "settings": {"context": context, "stride": stride, "shots": settings.shots, "detokenised": False},
         "tasks": {},
         "versions": {
             "mst_scale": mst_scale.__version__,
@@ -125,7 +129,7 @@ def evaluate(
     before = finished() if ranks is None else ranks.on_first(finished)
     scorer = Scorer(
         model.logits,
-        context=model.context,
+        context=context,
         vocab_size=model.vocab_size,
         device=model.device,
         batch=settings.batch,

@@ -64,21 +64,15 @@ def test_lambada_by_hand(run, data, capsys, tmp_path):
 @torch.no_grad()
 def test_a_text_by_hand(run, data, capsys, tmp_path, task):
     model, ids = open_source(run).model(), ENCODE(TEXT).tolist()
-    for stride in (64, 20):
+    for context, stride in ((64, 64), (64, 20), (16, 12)):
         words = [
-            "--tasks",
-            task,
-            "--data-dir",
-            str(data),
-            "--stride",
-            str(stride),
-            "--out",
-            f"{tmp_path}/{stride}",
-        ]
+            "--tasks", task, "--data-dir", str(data), "--stride", str(stride), "--out", f"{tmp_path}/{stride}",
+            *(() if context == 64 else ("--context", str(context))),
+        ]  # fmt: skip
         result = evaluated(str(run), *words, capsys=capsys)
         log, done = 0.0, 0  # transformers' strided recipe, written down again
         for begin in range(0, len(ids), stride):
-            end = min(begin + 64, len(ids) - 1)
+            end = min(begin + context, len(ids) - 1)
             z = model(torch.tensor([ids[begin:end]]))[0, :, :257].double().log_softmax(-1)
             scores = z.gather(1, torch.tensor(ids[begin + 1 : end + 1])[:, None])
             log += float(scores[len(scores) - (end - done) :].sum())
@@ -89,7 +83,7 @@ def test_a_text_by_hand(run, data, capsys, tmp_path, task):
         assert metrics["tokens"] == len(ids) - 1 and metrics["words"] == 4 * 9
         assert metrics["token_perplexity"] == pytest.approx(math.exp(-log / (len(ids) - 1)), rel=1e-5)
         assert metrics["word_perplexity"] == pytest.approx(math.exp(-log / 36), rel=1e-4)
-        assert result["settings"] == {"context": 64, "stride": stride, "shots": 5, "detokenised": False}
+        assert result["settings"] == {"context": context, "stride": stride, "shots": 5, "detokenised": False}
 
 
 PROMPTS = {

@@ -6,6 +6,7 @@ import shutil
 import pytest
 import torch
 
+from mst_scale.cli import main
 from mst_scale.errors import UserError
 from mst_scale.hugging_face.export import export
 from tests.support.evaluation_calls import TEXT, evaluated, rejected
@@ -32,6 +33,7 @@ def test_wrong_use_is_one_line(run, data, capsys, tmp_path, monkeypatch):
     wrong = rejected(capsys, str(run), "--tasks", "lambada", *there, "--tokenizer", "gpt2")
     assert "'byte'" in wrong and "'gpt2'" in wrong
     assert "--stride 65" in rejected(capsys, str(run), "--tasks", "lambada", *there, "--stride", "65")
+    assert "--context 65" in rejected(capsys, str(run), "--tasks", "lambada", *there, "--context", "65")
     assert "--shots -1" in rejected(capsys, str(run), "--tasks", "rte", *there, "--shots", "-1")
     assert f"--out '{tmp_path}' is a folder" in rejected(capsys, str(run), "--tasks", "lambada", "--out", str(tmp_path))
     new = tmp_path / "new" / "e.json"
@@ -59,6 +61,17 @@ def test_wrong_use_is_one_line(run, data, capsys, tmp_path, monkeypatch):
 
     monkeypatch.setattr("transformers.AutoModelForCausalLM.from_pretrained", fail)
     assert "'nobody/nothing'" in rejected(capsys, "nobody/nothing", "--tasks", "lambada", *there)
+
+
+def test_memory_that_runs_out_is_one_line(run, data, capsys, tmp_path, monkeypatch):
+    def fail(*_, **__):
+        raise RuntimeError("CUDA out of memory. Tried to allocate 20 GiB")
+
+    monkeypatch.setattr("mst_scale.evaluation.evaluate.evaluate", fail)
+    words = ["--tasks", "lambada", "--data-dir", str(data), "--out", str(tmp_path / "e.json")]
+    assert main(["eval", str(run), *words]) == 1
+    line = capsys.readouterr().err.strip()
+    assert "--batch-size" in line and "--context" in line and "\n" not in line
 
 
 def test_a_tokenizer_file_that_was_moved(run, data, capsys, tmp_path):
