@@ -1,4 +1,4 @@
-"""`mst bench goodput`: the numbers are those of its formulas, and both sides get through a killed rank and a divergence."""
+"""`mst bench goodput`: its numbers are those of the formulas, and both sides get through a killed rank and a NaN."""
 
 import json
 
