@@ -62,6 +62,8 @@ class KeptCopies:
     """Of the parts that this host has."""
     start: int
     """How often the run was started again."""
+    began: str
+    """When this start began, as run.json says."""
     ring: Ring | None
     """None if there is one host."""
     newest: str | None = None
@@ -151,7 +153,7 @@ class BackgroundSaves:
         copies = self.copies
         assert copies is not None
         began = time.monotonic()
-        copy = Copy(step, copies.start, self._new_name(), self.ranks.world_size)
+        copy = Copy(step, copies.start, copies.began, self._new_name(), self.ranks.world_size)
         head = memory_copies.describe_part(about, copy, self.ranks.rank, dense)
         files = self._capture(take, copies.folder / about["tag"])
         neighbor = None if copies.ring is None else copies.ring.neighbor

@@ -36,6 +36,8 @@ class Copy(NamedTuple):
     step: int
     start: int
     """How often the run had been started again when it was made."""
+    began: str
+    """When that start began, as run.json says."""
     name: str
     """Made up for each copy, so that parts of two copies of one step are never mixed."""
     ranks: int

@@ -144,7 +144,11 @@ class Places:
             return False
         self._wanted, self._suspect = wanted, None
         self.left_out.clear()
-        number = len(self.take())
+        try:
+            number = len(self.take())
+        except UserError as error:  # GPUs are missing now: the ranks train on, and their next start says so
+            self._say_once(f"the number of ranks does not change: {error}")
+            return False
         if number != used:
             say(f"the number of ranks changes from {used} to {number}: the run saves and continues")
             self.changing = True

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 
 from mst_scale.launch.command_line import seconds_in
 from mst_scale.launch.supervisor import Supervisor, say
-from mst_scale.pretrain.outcome import outcome
+from mst_scale.pretrain.outcome import folder_of, outcome
 
 RESTARTS = 3  # by default
 LONGEST_PAUSE = 600.0  # seconds
@@ -42,16 +42,16 @@ def keep_running(
         The exit code for the launcher.
     """
     pause, healthy = seconds_in("MST_PAUSE", 10), healthy_seconds()
-    argv = ["--deepspeed_config", config, *arguments]
+    out = folder_of(["--deepspeed_config", config, *arguments])  # now: the file may be edited while the run trains
     attempt = 0
     while True:
         began = time.monotonic()
         os.environ.update(MST_RESTART=str(attempt), MST_START=f"{os.getpid()}-{secrets.token_hex(4)}")
         code = start()
-        if code == 0 and outcome(code, argv) != "done":
+        if code == 0 and outcome(code, out) != "done":
             say("the ranks have ended, but run.json does not say that the run is finished")
             code = 1
-        elif code == 3 and outcome(code, argv) == "stop":
+        elif code == 3 and outcome(code, out) == "stop":
             say("the run diverged at the same step as before, so it is not restarted")
             return code
         if code in NOT_RESTARTED or supervisor.asked_to_stop():

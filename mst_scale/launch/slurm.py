@@ -111,6 +111,8 @@ def main(words: list[str]) -> int:
             raise UserError(f"--nodes {options.nodes} has no effect with --nodes-by-phase: leave one of them out")
         if any(word.partition("=")[0] == "--stop-at" for word in arguments):
             raise UserError("--stop-at cannot be combined with --nodes-by-phase, which sets it for each job")
+        if any(word.partition("=")[0] == "--resume" for word in arguments):
+            raise UserError("--resume cannot be combined with --nodes-by-phase: each job continues from the one before")
         shares = shares_of(options.nodes_by_phase, config, arguments)
     else:
         shares = [Share((), options.nodes or 1, None)]

@@ -232,6 +232,8 @@ def main(words: list[str]) -> int:
     stopping = supervisor.asked_to_stop()
     if stopping and supervisor.stopping != signal.SIGUSR1:  # this process itself was asked to stop
         say("the job was asked to stop for good; the same command continues its run")
+        if "--stop-at" in arguments and "stopped" in job.reports:  # jobs that begin after this one must not
+            return code or 128 + signal.SIGTERM
     elif code != 2 and (stopping or (code == 0 and "stopped" in job.reports)):
         say("the job was asked to stop; its run continues in the next job")
         return job.requeue(scratch, code)

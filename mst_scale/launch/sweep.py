@@ -29,6 +29,7 @@ from typing import Any
 
 from mst_scale.errors import UserError
 from mst_scale.launch.command_line import read_options, split_config
+from mst_scale.launch.elastic import FLAG
 from mst_scale.launch.supervisor import Supervisor, forward, say
 from mst_scale.run_logging import run_file
 from mst_scale.run_logging.metrics import read
@@ -101,8 +102,12 @@ def _check_rest(arguments: list[str]) -> None:
 
 def _is_finished(folder: Path, words: list[str]) -> bool:
     """Return whether the run in a folder was finished by the command that ends in these words."""
+
+    def stated(start: dict[str, Any]) -> list[str]:
+        return [word for word in start.get("command", []) if word != FLAG]  # the launcher puts it after CONFIG
+
     starts = run_file.read(folder / "run.json").get("starts", [])
-    return any(start.get("how") == FINISHED and start.get("command", [])[-len(words) :] == words for start in starts)
+    return any(start.get("how") == FINISHED and stated(start)[-len(words) :] == words for start in starts)
 
 
 def _print_table(out: Path, methods: list[str], seeds: list[str]) -> None:

@@ -7,6 +7,7 @@ import io
 import os
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Literal
 
 from mst_scale.comm import logger
@@ -17,29 +18,36 @@ from mst_scale.run_logging.run_file import DIVERGED, FINISHED, PAUSED, STOPPED
 ELSEWHERE = ("hostfile", "mpi")  # launchers whose ranks may all be on other machines
 
 
-def outcome(code: int, argv: Sequence[str]) -> Literal["done", "stop", "again"]:
+def folder_of(argv: Sequence[str]) -> Path | None:
+    """Return the folder of the run that these arguments of `mst_scale.pretrain` describe.
+
+    Returns:
+        The folder; None if they ask for help, or are wrong, which the ranks say.
+    """
+    before, logger.disabled = logger.disabled, True
+    try:
+        with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+            args = parse_arguments(list(argv))
+            return output_folder(args, read_experiment(args))
+    except (SystemExit, Exception):
+        return None
+    finally:
+        logger.disabled = before
+
+
+def outcome(code: int, out: Path | None) -> Literal["done", "stop", "again"]:
     """Look up how the start with the number MST_START has ended.
 
     Args:
         code: The exit code of the ranks.
-        argv: The arguments of `mst_scale.pretrain`, which determine the folder of the run.
+        out: The folder of the run, if it is known.
 
     Returns:
         "done" if the run is finished, or was saved because it was to stop; "stop" if starting it again would not
         help, because it has diverged twice in a row at the same step; "again" in all other cases.
     """
-    before, logger.disabled = logger.disabled, True  # the ranks have already logged everything about the options
-    try:
-        with contextlib.redirect_stdout(io.StringIO()):
-            args = parse_arguments(list(argv))
-        out = output_folder(args, read_experiment(args))
-    except SystemExit:  # --help
+    if out is None:
         return "done" if code == 0 else "again"
-    except Exception as error:  # for example, while the config is being edited
-        print(f"mst_scale: the folder of the run is not known: {error}", file=sys.stderr)
-        return "again"
-    finally:
-        logger.disabled = before
     if not out.is_dir() and os.environ.get("MST_LAUNCHER") in ELSEWHERE:
         print(f"mst_scale: {out} is not on this machine, so only the exit code is known", file=sys.stderr)
         return "done" if code == 0 else "again"

@@ -243,7 +243,10 @@ def record_start(
         # a start that trains nothing, because the run is finished, leaves its config as it is
         before = run_file.read(out / "run.json").get("config") if (out / "config.json").exists() else None
         if step < experiment.training.steps or before is None:
-            store.write_if_possible(out / "config.json", json.dumps(config, indent=2) + "\n")
+            # with the old length on disk, each later start would extend the run once more
+            longer = before is not None and before.get("training", {}).get("steps") != experiment.training.steps
+            write = store.write_atomically if longer else store.write_if_possible
+            write(out / "config.json", json.dumps(config, indent=2) + "\n")
         else:
             config = before
         seed = experiment.training.seed

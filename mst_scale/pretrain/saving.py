@@ -22,6 +22,7 @@ from mst_scale.checkpoints.neighbors import Ring
 from mst_scale.comm import ParallelDims, Ranks, logger
 from mst_scale.config import TrainingConfig
 from mst_scale.pretrain.prepare import Prepared
+from mst_scale.run_logging.run_file import RunFile
 
 
 class Saves:
@@ -56,8 +57,8 @@ class Saves:
             self._memory.clear()  # of earlier starts
         self._background = _background_saves(self.engine, self.ranks, self.training)
         if self._background is not None and self.training.memory_every:
-            start = self.ranks.on_first(lambda: prepared.run_file.restarts if prepared.run_file else 0)
-            self._background.copies = self._memory.begin(start, self.training.memory_every, newest_copy)
+            start = self.ranks.on_first(lambda: _number_and_time(prepared.run_file))
+            self._background.copies = self._memory.begin(*start, self.training.memory_every, newest_copy)
             with contextlib.suppress(OSError, comm.FailedElsewhere):  # the first copy says so
                 self._background.prepare()  # it should listen when the first part of another host comes
 
@@ -206,12 +207,13 @@ class _Memory:
             memory_copies.clear(self._folder)
         self._ranks.any(False)
 
-    def begin(self, start: int, every: int, newest: str | None) -> KeptCopies | None:
+    def begin(self, start: int, began: str, every: int, newest: str | None) -> KeptCopies | None:
         """Prepare for copies of a start, on all ranks together; return None if that fails, which is logged."""
         try:
             self._ranks.agree(lambda: memory_copies.make_folder(self._folder))
             several = len(set(self._hosts)) > 1
-            copies = KeptCopies(self._folder, start, Ring(self._ranks, self._hosts) if several else None, newest)
+            ring = Ring(self._ranks, self._hosts) if several else None
+            copies = KeptCopies(self._folder, start, began, ring, newest)
             logger.info(
                 "every %d steps, each host keeps a copy of a checkpoint in %s%s", every, self._folder,
                 ", and one of the host before it" if several else "",
@@ -221,6 +223,11 @@ class _Memory:
             if isinstance(error, OSError):
                 logger.error("no copies in memory (training.memory_every): %s", error)
             return None
+
+
+def _number_and_time(file: RunFile | None) -> tuple[int, str]:
+    """Return how often a run was started again, and when this start began."""
+    return (0, "") if file is None else (file.restarts, str(file.starts[-1]["time"]))
 
 
 def _background_saves(engine: Any, ranks: Ranks, training: TrainingConfig) -> BackgroundSaves | None:

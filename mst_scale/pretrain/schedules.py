@@ -291,7 +291,17 @@ def find_branch_source(origin: str | None, experiment: Experiment, ranks: Ranks)
     """
     if origin is None:
         return None
-    checkpoint = ranks.on_first(lambda: _find_branch_checkpoint(origin))
+    step = experiment.training.steps - int(experiment.training.decay)  # where `plan_branch` has found a checkpoint
+    checkpoint = ranks.on_first(lambda: _find_branch_checkpoint(origin, step))
+
+    def check_plan() -> None:
+        if store.step_of(checkpoint) != step:
+            raise UserError(
+                f"{BRANCH} {origin}: the trunk has saved a checkpoint while the ranks were starting, and they have "
+                "found different ones: start again, or name one as RUN:TAG"
+            )
+
+    ranks.agree(check_plan)
     ranks.agree(lambda: store.check_undamaged(checkpoint, ranks))
     batch, stated = (store.head(checkpoint) or {}).get("batch"), experiment.deepspeed.get("train_batch_size")
     if stated not in (None, "auto", batch):
@@ -299,8 +309,8 @@ def find_branch_source(origin: str | None, experiment: Experiment, ranks: Ranks)
     return checkpoint
 
 
-def _find_branch_checkpoint(origin: str) -> Path:
-    """Return the checkpoint RUN:TAG, or the latest one of RUN."""
+def _find_branch_checkpoint(origin: str, step: int | None = None) -> Path:
+    """Return the checkpoint RUN:TAG, or of RUN that of a step, or the latest one."""
     run, _, tag = origin.rpartition(":")
     if not run or Path(origin).is_dir():
         run, tag = origin, ""
@@ -310,6 +320,8 @@ def _find_branch_checkpoint(origin: str) -> Path:
         raise UserError(f"{BRANCH} {origin}: there is no checkpoint in {folder}: give the folder of a run")
     if tag and tag not in tags:
         raise UserError(f"{BRANCH} {origin}: {run} has no checkpoint {tag}; it has {', '.join(tags)}")
+    if step is not None:
+        tag = tag or store.tag_of(step)
     return folder / (tag or tags[0])
 
 

@@ -70,6 +70,8 @@ class _Left:
     handover: zero_shards.Handover
     newest_copy: str | None
     """The newest copy in memory."""
+    verified: int
+    """The last step that was verified."""
 
 
 class Run:
@@ -81,12 +83,12 @@ class Run:
         stop_at: the step after which the run saves and stops before its end, or None.
         health: the file of the option --health.
         command: the words of the option --on-event.
-        newest_copy: the newest copy in memory that the previous engine of this process has left.
+        left: what the previous engine of this process has left; None if this is the first one.
     """
 
     def __init__(
         self, prepared: Prepared, stop: StopRequest | None = None, *, stop_at: int | None = None,
-        health: Path | None = None, command: list[str] | None = None, newest_copy: str | None = None,
+        health: Path | None = None, command: list[str] | None = None, left: _Left | None = None,
     ):  # fmt: skip
         self.experiment, self.out, self.ranks = prepared.experiment, prepared.out, prepared.ranks
         self.batch, self.tasks = prepared.batch, prepared.tasks
@@ -125,8 +127,9 @@ class Run:
                 command=command,
             )  # fmt: skip
             self.operations.event("started", step=self.step)
+        newest_copy, verified = (None, None) if left is None else (left.newest_copy, left.verified)
         self.saves = Saves(prepared, self._saved, self._save_failed, newest_copy)
-        self.verification = Verification(self.engine, self.ranks, self.training.verify_every)
+        self.verification = Verification(self.engine, self.ranks, self.training.verify_every, verified)
 
     def record_event(self, what: str, **more: Any) -> None:
         """Add an event to run.json, and tell operators of it."""
@@ -146,6 +149,8 @@ class Run:
         if self.run_file is not None and self.operations is not None:
             self.run_file.ended(how, self.step)
             self.operations.event(how, how, step=self.step)
+            if how != STORAGE:
+                self.operations.finish()
 
     # --- the loop ---
 
@@ -222,6 +227,7 @@ class Run:
         if pauses:
             self.pause()
         if changes:
+            self.verification.finish()
             raise _StorageChanges
 
     def _name_straggler(self) -> None:
@@ -440,14 +446,11 @@ def _train_with_one_engine(
     Returns:
         What the engine leaves if another one has to continue; None if the run has ended.
     """
-    handover, newest_copy = (None, None) if left is None else (left.handover, left.newest_copy)
+    handover = None if left is None else left.handover
     prepared = prepare(
         experiment, out, ranks, args.resume, args.branch_decay_from, handover=handover, begins=starting.begins
     )
-    run = Run(
-        prepared, stop, stop_at=args.stop_at, health=args.health, command=command_of(args.on_event),
-        newest_copy=newest_copy,
-    )  # fmt: skip
+    run = Run(prepared, stop, stop_at=args.stop_at, health=args.health, command=command_of(args.on_event), left=left)
     if handover is not None:
         run.save_first()
     if restored is not None:
@@ -469,7 +472,8 @@ def _train_with_one_engine(
         run.end_corrupted(error)
     except _StorageChanges:
         handover = run.hand_over()
-        return _Left(zero_shards.release(run.engine), handover, run.saves.newest_copy)
+        verified = run.verification.verified
+        return _Left(zero_shards.release(run.engine), handover, run.saves.newest_copy, verified)
     finally:
         run.saves.close()
         run.record.finish_monitors()

@@ -6,11 +6,13 @@
     --on-event CMD       started for each event, without a shell, with the event's JSON as its last argument
 
 Events are the start and the end of each start of a run, spikes, rollbacks, failed saves and whatever else run.json
-records. The run never waits for the command, and a file that cannot be written is reported once.
+records. The run goes on while the command works; at its end it waits a few seconds for commands, because Slurm ends
+with a step whatever the step has started. A file that cannot be written is reported once.
 """
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import os
@@ -22,13 +24,16 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from mst_scale.checkpoints import store
 from mst_scale.comm import logger
 from mst_scale.errors import UserError
 from mst_scale.run_logging.metrics import OptionalWrites, without_nan
 
 EVENTS = "events.jsonl"
 OF_ROW = ("step", "tokens", "loss", "val_loss", "grad_norm", "lr", "tokens_per_s", "step_ms", "phase", "sparsity")
-FAULTS = {"spike": "spikes", "rolled back": "rollbacks", "failed save": "failed_saves", "corrupted": "corruptions"}
+LINGER = 5.0  # seconds for which the end of a run waits for commands
+ROLLED_BACK = "rolled back"
+FAULTS = {"spike": "spikes", ROLLED_BACK: "rollbacks", "failed save": "failed_saves", "corrupted": "corruptions"}
 
 
 def command_of(text: str | None) -> list[str] | None:
@@ -69,8 +74,8 @@ class Operations:
         self._children: list[subprocess.Popen[bytes]] = []
         counted = [event.get("what") for event in events]
         self.state: dict[str, Any] = {
-            "state": "training", "steps": steps, "step": None, "last_save_step": None, "last_save_time": None,
-            "restarts": restarts, **{name: counted.count(what) for what, name in FAULTS.items()},
+            "state": "training", "steps": steps, "step": None, **_newest_save(out), "restarts": restarts,
+            **{name: counted.count(what) for what, name in FAULTS.items()},
         }  # fmt: skip
 
     def row(self, row: Mapping[str, Any]) -> None:
@@ -93,6 +98,8 @@ class Operations:
         """
         if what in FAULTS:
             self.state[FAULTS[what]] += 1
+        if what == ROLLED_BACK:  # newer checkpoints are set aside
+            self.state |= _newest_save(self.out)
         if state is not None:
             self.state["state"] = state
         line = json.dumps(without_nan({"time": time.time(), "event": what, "run": str(self.out), **more}))
@@ -101,9 +108,17 @@ class Operations:
         if self.command is not None:
             self._start(line)
 
+    def finish(self) -> None:
+        """Wait until the commands of the last events have ended, but not for long."""
+        end = time.monotonic() + LINGER
+        for child in self._children:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                child.wait(max(0.0, end - time.monotonic()))
+
     def _append(self, line: str) -> None:
-        with (self.out / EVENTS).open("a") as file:
-            file.write(line + "\n")
+        with (self.out / EVENTS).open("ab+") as file:
+            cut = file.tell() > 0 and os.pread(file.fileno(), 1, file.tell() - 1) != b"\n"  # by a disk that was full
+            file.write(f"{chr(10) * cut}{line}\n".encode())
 
     def _start(self, line: str) -> None:
         assert self.command is not None
@@ -123,6 +138,15 @@ class Operations:
         path, now = self.health, {**self.state, "run": str(self.out), "time": time.time()}
         text = _prometheus(now) if path.suffix == ".prom" else json.dumps(without_nan(now)) + "\n"
         self._disk.attempt(str(path), lambda: _replace(path, text))
+
+
+def _newest_save(out: Path) -> dict[str, Any]:
+    """Return what the state says of the newest complete checkpoint."""
+    for tag in store.list_tags(out / "checkpoints"):
+        with contextlib.suppress(OSError):  # it is being removed
+            manifest = out / "checkpoints" / tag / store.MANIFEST
+            return {"last_save_step": store.step_of(manifest.parent), "last_save_time": manifest.stat().st_mtime}
+    return {"last_save_step": None, "last_save_time": None}
 
 
 def _replace(path: Path, text: str) -> None:

@@ -45,16 +45,17 @@ class Verification:
         verified: The last verified step, or the step at which this start began.
     """
 
-    def __init__(self, engine: Any, ranks: Ranks, every: int):
+    def __init__(self, engine: Any, ranks: Ranks, every: int, verified: int | None = None):
         """Verify each step that `every` divides.
 
         Args:
             engine: DeepSpeed's engine, with `engine.mst`.
             ranks: All ranks, which construct it together.
             every: Steps between verifications; 0: none, and the engine stays as it is.
+            verified: The last step that a previous engine of this process has verified, if there was one.
         """
         self.engine, self.ranks, self.every = engine, ranks, every
-        self.verified = int(engine.global_steps)
+        self.verified = int(engine.global_steps) if verified is None else verified
         self.recomputation: zero_shards.Recomputation | None = None
         self._before: dict[str, int] = {}  # digests after the last verified step, until the next update
         self._masks: tuple[int, dict[str, int]] = (-1, {})  # the last topology step, and digests of what it left

@@ -277,7 +277,7 @@ def kept(saves, folder):
     """Copies in memory: the writer of rank 1 stands still, and later it has no room for a while."""
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     host, first = folder / "run" / "host", saves.ranks.rank == 0
-    saves.copies = KeptCopies(host, 0, None)
+    saves.copies = KeptCopies(host, 0, "", None)
     found = []
 
     def keep(step):

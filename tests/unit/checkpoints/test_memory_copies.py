@@ -27,7 +27,7 @@ def host(tmp_path, monkeypatch) -> Path:
 
 def head_of(step: int, rank: int = 0, ranks: int = 2, name: str = "a") -> dict:
     about = {"tag": store.tag_of(step), "step": step, "ranks": ranks, "stage": 1}
-    return memory_copies.describe_part(about, Copy(step, 0, name, ranks), rank, False)
+    return memory_copies.describe_part(about, Copy(step, 0, "T", name, ranks), rank, False)
 
 
 def captured(step: int, size: int = 5_000) -> Snapshot:
@@ -68,7 +68,7 @@ def test_a_part_is_the_files_of_a_rank_and_the_copy_before_stays_until_another_i
 def test_what_is_not_complete_is_not_a_part(host):
     part = keep(host, 2)
     shutil.copytree(part, part.with_name("step00000002.partial"))
-    assert memory_copies.list_parts(host) == [(Copy(2, 0, "a", 2), 0)]
+    assert memory_copies.list_parts(host) == [(Copy(2, 0, "T", "a", 2), 0)]
     text = (part / store.MANIFEST).read_text()
     (part / store.MANIFEST).write_text(text.replace('"rank": 0', '"rank": 1'))
     assert memory_copies.list_parts(host) == []
@@ -114,7 +114,7 @@ def test_a_full_memory_is_one_error_and_leaves_nothing(host, monkeypatch, caplog
     assert [record.levelname for record in caplog.records] == ["ERROR"] and "step 2" in caplog.text
     assert list(host.rglob("*.pt")) == [] and memory_copies.list_parts(host) == []
     job, _ = job_of(host, 6)
-    assert writer.keep(job) is None and memory_copies.list_parts(host) == [(Copy(6, 0, "a", 2), 0)]
+    assert writer.keep(job) is None and memory_copies.list_parts(host) == [(Copy(6, 0, "T", "a", 2), 0)]
 
 
 # --- neighbors ---
@@ -166,7 +166,7 @@ def test_a_neighbor_without_room_says_so_and_the_connection_goes_on(host, there,
     with pytest.raises(OSError, match="there"):
         link.send(neighbor, part, None)
     folder.unlink()
-    assert link.send(neighbor, part, None) and memory_copies.list_parts(folder) == [(Copy(2, 0, "a", 2), 0)]
+    assert link.send(neighbor, part, None) and memory_copies.list_parts(folder) == [(Copy(2, 0, "T", "a", 2), 0)]
 
 
 def test_a_neighbor_that_is_gone_or_silent_costs_a_bounded_time_and_is_left_alone_for_a_while(host, monkeypatch):

@@ -10,11 +10,12 @@ from mst_scale.pretrain import from_memory
 from mst_scale.pretrain.from_memory import _by_copy, _Held, _is_new, _newest_on_disk, _why_not
 from mst_scale.run_logging.run_file import CORRUPTED, DIVERGED, STORAGE, verified
 
-OLD, NEW = Copy(4, 1, "a", 2), Copy(6, 1, "b", 2)
+OLD, NEW = Copy(4, 1, "T", "a", 2), Copy(6, 1, "T", "b", 2)
 
 
 def reasons(tmp_path, copies, *starts, events=()):
-    (tmp_path / "run.json").write_text(json.dumps({"starts": list(starts), "events": list(events)}))
+    listed = [{"time": "T", **start} for start in starts]
+    (tmp_path / "run.json").write_text(json.dumps({"starts": listed, "events": list(events)}))
     return _why_not(tmp_path, copies, verified(tmp_path / "run.json"))
 
 
@@ -30,6 +31,8 @@ def test_why_a_copy_is_not_used(tmp_path):
     assert reasons(tmp_path, whole, {}, {}) == {}
     assert reasons(tmp_path, whole) == {}, "a run.json that was lost says nothing against a copy"
     assert set(reasons(tmp_path, whole, {}, {}, {})) == {OLD, NEW}, "made by a start before the last one"
+    others = [{"time": "another"}, {"time": "run"}]
+    assert set(reasons(tmp_path, whole, *others)) == {OLD, NEW}, "another run was moved to this folder"
     change = {"how": STORAGE}
     assert reasons(tmp_path, whole, {}, change, change, {}) == {}, "changes of storage are no starts of their own"
     for how in DIVERGED:
@@ -53,8 +56,8 @@ class Alone:
 def test_after_silent_corruption_later_checkpoints_do_not_count(tmp_path):
     for step in (3, 6):
         (tmp_path / f"step{step:08d}").mkdir()
-    assert _newest_on_disk(tmp_path, [OLD, Copy(8, 1, "c", 2)], None, Alone()) == 6
-    assert _newest_on_disk(tmp_path, [OLD, Copy(8, 1, "c", 2)], 4, Alone()) == 3
+    assert _newest_on_disk(tmp_path, [OLD, Copy(8, 1, "T", "c", 2)], None, Alone()) == 6
+    assert _newest_on_disk(tmp_path, [OLD, Copy(8, 1, "T", "c", 2)], 4, Alone()) == 3
     assert _newest_on_disk(tmp_path, [OLD], 2, Alone()) == -1
 
 
