@@ -153,12 +153,12 @@ def measure(layer: Layer, blocks: tuple[int, float], rate: Rates, rounds: int, c
     return rows
 
 
-def two_of_four(layer: Layer, rounds: int, clock: Any = device_ms) -> Row:
+def two_of_four(layer: Layer, rounds: int) -> Row:
     """The forward product with two of four weights along the inputs, against the dense one."""
     active = torch.tensor([True, True, False, False], device=layer.device).repeat(layer.outputs, layer.inputs // 4)
     pruned = torch.sparse.to_sparse_semi_structured(layer.weight.masked_fill(~active, 0))
     ours, dense = lambda: torch.nn.functional.linear(layer.x, pruned), layer.dense()["y"]
-    mine, other = map(statistics.median, in_rounds([ours, dense], rounds, clock))
+    mine, other = map(statistics.median, in_rounds([ours, dense], rounds, device_ms))
     row = describe((layer.inputs, layer.outputs), layer.tokens, 1, 0.5, "2:4")
     return row | {"ours_ms": round(mine, 4), "baseline_ms": round(other, 4), "speedup": round(other / mine, 2)}
 

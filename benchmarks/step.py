@@ -136,7 +136,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     device.add_argument("--device", choices=("cuda",))
     where, others = device.parse_known_args(given)
     if where.device:
-        return step_cuda.main(others, measured)
+        return step_cuda.main(others)
     options = parser().parse_args(given)
     check_options(options)
     found = here(options) if launched() else run(options)

@@ -21,7 +21,7 @@ import argparse
 import contextlib
 import functools
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -339,7 +339,7 @@ def table(rows: Sequence[Row]) -> str:
     return grid(head, lines)
 
 
-def main(arguments: Sequence[str], measured: Callable[..., Any] | None = None) -> int:
+def main(arguments: Sequence[str]) -> int:
     """Run the benchmark and print its results."""
     parser = Parser(
         prog="mst bench step --device cuda", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter

@@ -32,7 +32,7 @@ def same_course(where: Where, stage: int, policy: str, dtype: str) -> Row:
     torch.use_deterministic_algorithms(True)
     try:
         with aside():
-            found = [course(where, config(stage, policy, dtype, kind)) for kind in ("auto", "off")]
+            found = [course(config(stage, policy, dtype, kind)) for kind in ("auto", "off")]
     finally:
         torch.use_deterministic_algorithms(False)
     ours, dense = found
@@ -46,7 +46,7 @@ def same_course(where: Where, stage: int, policy: str, dtype: str) -> Row:
     return {"said": said, "fine": not differ}
 
 
-def course(where: Where, raw: dict[str, Any]) -> dict[str, torch.Tensor]:
+def course(raw: dict[str, Any]) -> dict[str, torch.Tensor]:
     """Train; return all masks, weights and moments in the coordinates of their matrices."""
     import mst_scale
     from mst_scale import zero_shards

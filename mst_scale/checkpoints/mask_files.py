@@ -1,8 +1,8 @@
 """Writes and reads the mask files in a DeepSpeed checkpoint.
 
     <tag>/mst/rank_00000.safetensors    a rank's shards: for every sparse parameter its packed bits (and the bits of
-                                        what was ever active), with {shape, start, numel, active} beside, and {rows,
-                                        columns} where tensor parallelism has cut it; and a head:
+                                        what was ever active), with {shape, start, numel, active}, and {rows, columns}
+                                        where tensor parallelism has split it; and a head:
                                         step, phase, number of files, digests of the whole masks, dead units, own digest
     client_state["mst"]                 the same head, so that masks and weights of two checkpoints cannot be mixed
 
@@ -138,6 +138,7 @@ class Masks:
     ranks: list[dict[str, StoredMask]]
 
     def shards(self, name: str) -> list[StoredMask]:
+        """Return the shards of a parameter, in rank order."""
         return [shards[name] for shards in self.ranks if name in shards]  # a stage of a pipeline has its layers only
 
 

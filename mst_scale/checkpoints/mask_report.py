@@ -50,6 +50,7 @@ class Report:
     """[dead, all] units by kind, counted when the checkpoint was saved; empty if they were not counted."""
 
     def to_dict(self) -> dict[str, Any]:
+        """Return the report as JSON takes it."""
         return {**asdict(self), "checkpoint": str(self.checkpoint)}
 
 
@@ -91,7 +92,7 @@ def inspect(path: Path) -> Report:
 
 def report(name: str, shards: Sequence[StoredMask]) -> LayerReport:
     """Return the report on one matrix from all shards of its mask."""
-    whole = assemble(shards, name)  # refuses gaps, and bits that do not add up to the count written beside them
+    whole = assemble(shards, name)  # rejects gaps, and bits that do not add up to the stored count
     shape, active = shards[0].shard.shape, shards[0].active
     ever = ever_active(shards)
     share = None if ever is None else ever / math.prod(shape)

@@ -1,7 +1,7 @@
 """Reads and writes masks in an open format for other tools: one safetensors file, parameter name → mask.
 
 bool of the parameter's shape       true where the weight is kept; what a notebook writes with `save_file`
-uint8, one bit a weight             in the order of `numpy.packbits` over the flattened parameter; the shapes stand
+uint8, one bit per weight           in the order of `numpy.packbits` over the flattened parameter; the shapes stand
                                     in the file's metadata, {"shapes": {name: shape}}
 """
 

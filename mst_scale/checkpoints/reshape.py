@@ -37,6 +37,7 @@ class Reshaped:
     """0: it was there already."""
 
     def to_dict(self) -> dict[str, Any]:
+        """Return the result as JSON takes it."""
         return {**asdict(self), "checkpoint": str(self.checkpoint), "universal": str(self.universal)}
 
 

@@ -8,7 +8,7 @@ rank 0 waits for the reports of all ranks, seals the folder with the manifest, r
 checkpoints. No writer talks to another except through that folder, and a folder that has vanished means that one of
 them has given up.
 
-The process ends with the rank that started it (Linux sends it SIGKILL): a writer that goes on alone could rename its
+The process ends with the rank that started it (Linux sends it SIGKILL): a writer that continued alone could rename its
 folder while the next start of the run sweeps it. Nothing half-written is ever taken for a checkpoint, because only the
 rename gives a folder its name. For a copy in memory (`MemoryJob`), ranks do not wait for each other: the start that
 needs one finds out which copies are complete.

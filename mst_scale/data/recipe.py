@@ -390,7 +390,7 @@ def _explained(name: str, error: Exception) -> Exception:
     kind, message = type(error).__name__, _on_one_line(error)
     if isinstance(error, ConnectionError) or "Connect" in kind or "LocalEntryNotFound" in kind:
         return ConnectionError(
-            f"{name!r} is no file or folder here, and the Hugging Face hub cannot be reached for it ({kind}): "
+            f"{name!r} does not exist here, and the Hugging Face hub cannot be reached for it ({kind}): "
             "check the name and the network, or copy the data set here and name its files; 'stdlib' needs no network"
         )
     if "scripts are no longer supported" in message:

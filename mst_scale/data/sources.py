@@ -70,7 +70,7 @@ LINE_START: Places = (re.compile(rb"(?<=\n)(?=\S)"), re.compile(rb"(?<=\n)(?=.)"
 
 
 def cut(window: bytes, places: Places = SEAM) -> int:
-    """Return where to end a piece: an offset 0 < n < len(window) into text that goes on after its last byte."""
+    """Return where to end a piece: an offset 0 < n < len(window) into text that continues after its last byte."""
     assert len(window) > 1
     for place in places:
         offsets = [match.start() for match in place.finditer(window)]

@@ -150,7 +150,7 @@ def _stated(**values: Any) -> set[str]:
 
 
 def _refuse_unread_sizes(model: torch.nn.Module, experiment: Experiment, others: dict[str, Any]) -> None:
-    """Reject keys that cut the model, which nobody would act on here: `pretrain` acts on them and removes them."""
+    """Reject keys that cut the model, which would have no effect here; `pretrain` acts on them and removes them."""
     sizes = sizes_of(experiment.deepspeed)
     ours = any(isinstance(module, SelfAttention) for module in model.modules())
     if sizes.tensor > 1 and ours:

@@ -2,8 +2,8 @@
 
 The folder has the files that DeepSpeed would write, under a name that ends in `.partial` until all ranks have written
 theirs; then it is renamed, and `latest` names it. A save or load that comes before that waits, and so does the end of
-the program. A save that fails is logged, and the next one blocks: it raises if it fails too, so that nobody removes the
-last complete checkpoint to make room for ones that do not exist.
+the program. A save that fails is logged, and the next one blocks: it raises if it fails too. Otherwise a loop might
+remove the last complete checkpoint to make room for ones that do not exist.
 """
 
 from __future__ import annotations

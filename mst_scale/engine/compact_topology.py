@@ -106,7 +106,7 @@ class CompactTopology(Topology):
         ]
         """Parameters whose gradients are kept: at stage 0, where ranks may use different layers, as DeepSpeed allows
         there, and those that other stages of a pipeline hold too."""
-        # a strong reference would keep the engine alive for ever: Python's collector does not see these hooks
+        # a strong reference would keep the engine in memory: Python's collector does not see these hooks
         keep = weakref.WeakMethod(self._keep_gradient_of_step)
         for i, (index, parameter) in enumerate(zip(self.store.index, self.store.parameters, strict=True)):
             if index is None or not parameter.requires_grad:
@@ -377,7 +377,7 @@ class _Grown:
 
 
 def _weakly(method: Callable[..., None]) -> Callable[..., None]:
-    """Return a function that calls a method as long as its object is alive."""
+    """Return a function that calls a method as long as its object exists."""
     found = weakref.WeakMethod(method)
 
     def call(*given: Any) -> None:

@@ -103,7 +103,7 @@ def _cuts_sequences_alone(mpu: Any) -> bool:
 
 
 def _why_layer_stays(model: nn.Module, name: str, parameter: nn.Parameter) -> str | None:
-    """Why a parameter cannot be compact: somebody would read it as a matrix."""
+    """Return why a parameter cannot be compact (something reads it as a matrix), or None."""
     if not parameter.requires_grad:
         return f"{name} is not trained"
     owners = [(m, key) for m in model.modules() for key, p in m._parameters.items() if p is parameter]

@@ -26,7 +26,7 @@ Case = tuple[str, tuple[int, ...]]
 
 
 class SparseCompute(Component):
-    """The layers that multiply with their masks."""
+    """The layers that use their masks in products."""
 
     state_key = "mst_crossovers"
 
@@ -139,7 +139,7 @@ class SparseCompute(Component):
             self._follow()
 
     def _cases(self) -> Iterator[tuple[str, Case, tuple[float, float]]]:
-        """(name, (dtype, shape), (sparsity now, at most in this run)) of the layers that may multiply with a mask."""
+        """(name, (dtype, shape), (sparsity now, at most in this run)) of the layers that may use a mask in products."""
         counts = self.topology.counts(self.state.schedule.max_sparsity)
         for mask, count in zip(self.state.masks, counts, strict=True):
             if mask.name in self.layers.products:

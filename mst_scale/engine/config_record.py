@@ -16,7 +16,7 @@ from mst_scale.config import Experiment
 from mst_scale.config.changes import differences, differing, result_keys
 from mst_scale.engine.component import Component
 
-# How long a run is: what would not be the same run up to here is refused (`mask_files`, `pretrain.schedules`).
+# How long a run is: what would not be the same run up to here is rejected (`mask_files`, `pretrain.schedules`).
 LENGTH = ("training.steps", "training.warmup", "training.decay")
 
 

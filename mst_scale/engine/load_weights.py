@@ -27,7 +27,7 @@ def load_weights(engine: Engine, state_dict: Mapping[str, torch.Tensor], *, stri
     Args:
         engine: The engine that `mst_scale.initialize` returned.
         state_dict: Complete tensors, the same on every rank, with the names and the meaning that they have in
-            `engine.module.state_dict()`. (With some values of `mst.method`, layers multiply with a function of the
+            `engine.module.state_dict()`. (With some values of `mst.method`, layers multiply by a function of the
             tensor that they store.)
         strict: Require all names of the model and no others. If False, missing tensors stay as they are and unknown
             ones are ignored.

@@ -283,7 +283,7 @@ class SparseTraining:
 
     def on_step(self, call: Callable[[MST], None]) -> None:
         """Run `call(engine.mst)` on every rank at the end of every optimizer step, including skipped ones."""
-        if not self.follows_steps and not self.callbacks.calls:  # the engine is DeepSpeed's own until somebody asks
+        if not self.follows_steps and not self.callbacks.calls:  # until the first call, the engine stays DeepSpeed's
             zero_shards.around_model_step(self.engine, self.before_step, self.after_step)
         self.callbacks.calls.append(lambda: call(self))
 

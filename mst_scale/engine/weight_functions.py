@@ -44,9 +44,11 @@ class LayerFunction:
     """Backward passes since the last step."""
 
     def weight(self, stored: torch.Tensor) -> torch.Tensor:
+        """Return the weight that products use in place of the stored tensor."""
         return self.function.weight(self._pulled(stored), self.kept, self.scale)
 
     def linear(self, x: torch.Tensor, stored: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """Return the layer's output."""
         return self.function.linear(x, self._pulled(stored), bias, self.kept, self.scale)
 
     def _pulled(self, stored: torch.Tensor) -> torch.Tensor:

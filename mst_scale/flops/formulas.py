@@ -183,9 +183,9 @@ def step_flops(
     return 2 * forward + forward_flops(model, gradient_density, share, accounting, tokens)
 
 
-def dense_step_flops(model: ModelConfig, accounting: str = "paper", length: int | None = None) -> Flops:
+def dense_step_flops(model: ModelConfig, accounting: str = "paper") -> Flops:
     """Count the same step of a dense model, to which all reductions are relative."""
-    return step_flops(model, accounting=accounting, length=length)
+    return step_flops(model, accounting=accounting)
 
 
 # --- Muon ---

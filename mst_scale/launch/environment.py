@@ -62,7 +62,7 @@ def load_cluster_settings() -> None:
 
 
 def _set_limits() -> None:
-    """Rank 0 holds a connection for each rank (1024 is the usual limit); core dumps of 80 GB processes help nobody."""
+    """Rank 0 holds a connection for each rank (1024 is the usual limit); core dumps of 80 GB processes are useless."""
     core = os.environ.get("MST_CORE_LIMIT", "0")  # kB, or "unlimited"
     size = int(core) * 1024 if core.isdecimal() else resource.RLIM_INFINITY
     files = resource.getrlimit(resource.RLIMIT_NOFILE)[1]

@@ -180,7 +180,7 @@ def send(pids: Sequence[int], *signals: signal.Signals) -> None:
 def ask_ranks(pids: list[int], again: bool) -> None:
     """Let the ranks below these processes save and end.
 
-    One that is frozen is woken up for it (SIGCONT). Before there are any ranks, everything below is ended: DeepSpeed's
+    One that is frozen gets a SIGCONT first. Before there are any ranks, everything below is ended: DeepSpeed's
     runner alone would leave behind what it has started. A rank that comes meanwhile saves and ends.
     """
     below: list[psutil.Process] = []

@@ -31,7 +31,6 @@ MEASURED = ("mst-best", "mst-lean")
 PAGE = "docs/does-it-work.md"
 
 Goal = Literal["train-cost", "inference-cost"]
-GOALS: tuple[Goal, ...] = ("train-cost", "inference-cost")
 
 
 @dataclass(frozen=True)

@@ -57,7 +57,7 @@ def validate_backend(experiment: Experiment) -> None:
         made = "single weights" if side_of(experiment) == 1 else f"blocks of {side_of(experiment)}"
         made = "whole channels" if in_channels(experiment) else made
         raise UserError(
-            f"mst.compute.backend = block multiplies with blocks of {', '.join(map(str, SIDES))}, but these masks are "
+            f"mst.compute.backend = block multiplies blocks of {', '.join(map(str, SIDES))}, but these masks are "
             f"made of {made}: --set mst.topology.granularity.block=16, or --set mst.compute.backend=auto"
         )
 

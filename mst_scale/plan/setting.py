@@ -139,7 +139,7 @@ def _number(zero: dict[str, Any], key: str, default: int) -> int:
     """Return a size in a config's ZeRO block; frameworks fill in "auto" later, for which the default is taken.
 
     Raises:
-        UserError: if it is no number.
+        UserError: if it is not a number.
     """
     value = zero.get(key)
     if value in (None, "auto"):

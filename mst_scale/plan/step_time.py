@@ -264,7 +264,7 @@ def _skipping(
     for p in held(model, s, stage):
         active = density.get(p.name, 1.0)
         block = p.name.startswith("blocks.")
-        computed = block or share(model, s, stage).head  # only the last stage multiplies with a tied embedding
+        computed = block or share(model, s, stage).head  # only the last stage multiplies by a tied embedding
         if computed and skips(experiment, s.precision, p.shape, 1 - active):
             each = tokens if block else tokens * model.predicted // model.seq_length
             layer = Linear(p.shape[0], p.shape[1], each, side, active, s.precision, s.weight_bytes)

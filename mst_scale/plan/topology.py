@@ -11,8 +11,8 @@ them larger than 65,536 weights:
     mean g², totals                8·W, 24·W                       two calls
 
 Masks made of blocks send 4 bytes per block and 8 for each kind of score instead. Then follow, of all L sparse layers,
-16·L for the digests, and unless mst.compute.backend is dense 8·L to agree which of them multiply with their masks, and
-one bit per weight of these. ZeRO-0 sends nothing, since all replicas choose the same without exchanging anything. A
+16·L for the digests, and unless mst.compute.backend is dense 8·L to agree which of them use their masks in products,
+and one bit per weight of these. ZeRO-0 sends nothing, since all replicas choose the same without exchanging anything. A
 drift check (every `topology.check_every` steps) compares digests, and counts inactive weights that are not 0. Not
 included are that count in the update after a topology step (16·L), and the count of dead units (a byte per row and
 column at logged rows).

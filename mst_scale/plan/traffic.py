@@ -194,7 +194,7 @@ def _fetches(model: ModelConfig, s: Setting) -> Fetches:
     by_module: dict[str, list[Parameter]] = {}
     for p in held(model, s):
         by_module.setdefault(p.name.rpartition(".")[0], []).append(p)
-    if model.tied_head:  # the model itself multiplies with the embedding's weight
+    if model.tied_head:  # the model itself multiplies by the embedding's weight
         by_module[""] = by_module.get("", []) + by_module["wte"]
     events = _events(model, s.recompute)
     return _Replay(by_module, [module for begins, module in events if begins], s).run(events)

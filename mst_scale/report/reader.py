@@ -121,7 +121,7 @@ class Run:
 
     @property
     def ended(self) -> bool:
-        """Whether the run is finished, or has ended otherwise and is not expected to go on."""
+        """Whether the run is finished, or has ended otherwise and is not expected to continue."""
         last = self._last_start
         launched = isinstance(last.get("job"), dict) and "MST_LAUNCHER" in last["job"]  # and started again
         return self.finished or last.get("how") in (DIVERGED[True], FINISHED, ENDED, *(() if launched else DIVERGED))

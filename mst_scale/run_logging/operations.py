@@ -6,7 +6,7 @@
     --on-event CMD       started for each event, without a shell, with the event's JSON as its last argument
 
 Events are the start and the end of each start of a run, spikes, rollbacks, failed saves and whatever else run.json
-records. The run goes on while the command works; at its end it waits a few seconds for commands, because Slurm ends
+records. The run continues while the command works; at its end it waits a few seconds for commands, because Slurm ends
 with a step whatever the step has started. A file that cannot be written is reported once.
 """
 

@@ -1,4 +1,4 @@
-"""Lets DeepSpeed's AutoTP layers multiply with our products, and turns its failures to split a model into one line.
+"""Lets DeepSpeed's AutoTP layers use our products, and turns its failures to split a model into one line.
 
 The layers hold some rows or columns of a matrix and communicate around the product, as `tensor_parallel.ColumnLinear`
 and `RowLinear` do. DeepSpeed's own layers would reduce a copy of a result that is not contiguous, and lose the sum: the

@@ -32,7 +32,7 @@ class CompactIndex:
     across = False
     """Whether the matrix is stored as (inputs, outputs), as transformers' Conv1D does."""
     backend = "dense"
-    """How layers multiply with it: "dense" expands the matrix, "cpu" reads only the values."""
+    """How layers compute their products with it: "dense" expands the matrix, "cpu" reads only the values."""
 
     def __init__(self, name: str, shape: tuple[int, ...], positions: Tensor):
         self.name, self.shape, self.numel = name, shape, math.prod(shape)

@@ -139,6 +139,7 @@ class Replicated(DenseStore):
         return None if gradient is None else gradient.view(-1)
 
     def put_gradient(self, i: int, gradient: torch.Tensor) -> None:
+        """Write the gradient back."""
         live = self.gradient(i)
         assert live is not None
         if live.data_ptr() != gradient.data_ptr():
@@ -169,17 +170,19 @@ class FlatPartitions(DenseStore):
         self._group_of = _agreed_groups(engine, self.parameters, groups)
 
     def gradient(self, i: int) -> torch.Tensor | None:
+        """Return the reduced, still loss-scaled gradient of this rank's slice; see `put_gradient`."""
         parameter: Any = self.parameters[i]
         if self.frozen(i):
             return None
         if _mapping(parameter) is None:
             return self.weight(i)  # empty
-        if self.zero.cpu_offload:  # gradients travel to the CPU while backward goes on
+        if self.zero.cpu_offload:  # gradients travel to the CPU during the backward pass
             self.zero._wait_for_offload_copies()
         flat: torch.Tensor = parameter._hp_mapping.get_lp_grad_fragment(parameter._index_in_param_group).view(-1)
         return flat
 
     def put_gradient(self, i: int, gradient: torch.Tensor) -> None:
+        """Write the gradient back."""
         _put(self, i, gradient, self.zero.cpu_offload)
 
     def zero_read(self, i: int, active: torch.Tensor) -> None:
@@ -220,6 +223,7 @@ class CutParameters(DenseStore):
         self._group_of = _agreed_groups(engine, self.parameters, groups)
 
     def gradient(self, i: int) -> torch.Tensor | None:
+        """Return the reduced, still loss-scaled gradient of this rank's slice; see `put_gradient`."""
         if self.frozen(i):
             return None
         if is_empty(self.parameters[i]):
@@ -230,6 +234,7 @@ class CutParameters(DenseStore):
         return flat
 
     def put_gradient(self, i: int, gradient: torch.Tensor) -> None:
+        """Write the gradient back."""
         _put(self, i, gradient, self.zero.offload_optimizer)
 
     def read(self, i: int) -> torch.Tensor:

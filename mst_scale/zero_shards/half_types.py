@@ -6,7 +6,7 @@ from deepspeed.accelerator import get_accelerator
 
 from mst_scale.errors import UserError
 
-# DeepSpeed reports fp16 on CPUs that have instructions for it and refuses it on others. A run must not depend on that.
+# DeepSpeed reports fp16 on CPUs that have instructions for it and rejects it on others. A run must not depend on that.
 ON_CPUS: tuple[str, ...] = ("bf16",)
 
 

@@ -178,7 +178,7 @@ HOOKS = (
     ),
     Hook(
         "muon",
-        "the optimizer's step hooks; parameters and ZeRO-3 are told that they do not use Muon",
+        "the optimizer's step hooks; parameters and ZeRO-3 are marked as not using Muon",
         "it orthogonalizes before masks are applied, updates inactive weights, and clips the update, not the gradient",
         "0.19.8",
         lambda engine, follower: muon.takes_over(engine, follower.masks_weights),

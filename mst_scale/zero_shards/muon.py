@@ -44,9 +44,11 @@ OURS = "mst_muon"  # marks what is updated here
 class MasksUpdates(Protocol):
     """The interface that Muon calls to mask an update before applying it."""
 
-    def holds_update(self) -> bool: ...
+    def holds_update(self) -> bool:
+        """Return whether this update is skipped."""
 
-    def mask_update(self, parameter: nn.Parameter, update: torch.Tensor) -> None: ...
+    def mask_update(self, parameter: nn.Parameter, update: torch.Tensor) -> None:
+        """Set the update of inactive weights to 0."""
 
 
 def is_muon(engine: Any) -> bool:

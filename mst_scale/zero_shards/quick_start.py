@@ -25,7 +25,7 @@ def hasten() -> None:
         return
     compiles, torch.compile = torch.compile, at_first_call(torch.compile)
     try:
-        with contextlib.suppress(ImportError):  # DeepSpeed goes on without it too
+        with contextlib.suppress(ImportError):  # DeepSpeed works without it too
             importlib.import_module(MUON)
     finally:
         torch.compile = compiles

@@ -16,8 +16,8 @@ from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedPara
 def release(engine: Any) -> weakref.ref[Any]:
     """Remove an engine from what DeepSpeed keeps in the process; afterwards it cannot be used.
 
-    After `engine.destroy`, the model would be kept alive at ZeRO-3 by a stack of modules and the cache of a method, and
-    in a pipeline by the autograd graph of the last micro-batch, whose references Python's collector does not see.
+    After `engine.destroy`, a stack of modules and the cache of a method would keep the model in memory at ZeRO-3, and
+    in a pipeline the autograd graph of the last micro-batch, whose references Python's collector does not see.
 
     Returns:
         A reference for `is_freed`, to be asked when the caller has dropped the engine and everything that refers to it.

@@ -1,10 +1,10 @@
 """Opens checkpoints as data, so that a checkpoint from elsewhere cannot run code on the machine that reads it.
 
 A `.pt` file is a pickle, and a pickle can call any function when it is opened. torch's `weights_only` opens tensors,
-numbers, strings and containers of them, and refuses the rest by name; of DeepSpeed's own classes the few that its
+numbers, strings and containers of them, and rejects the rest by name; of DeepSpeed's own classes the few that its
 checkpoints hold are allowed. DeepSpeed itself opens them without that protection, so while it loads for us, its
-`torch.load` is this one. Not covered: a training loop of your own that calls `engine.load_checkpoint`, because its
-`client_state` may hold objects of yours.
+`torch.load` is this one. Not covered: your own training loop, if it calls `engine.load_checkpoint`, because its
+`client_state` may hold your own objects.
 """
 
 from __future__ import annotations

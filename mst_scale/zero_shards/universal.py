@@ -29,7 +29,7 @@ from mst_scale.zero_shards.weight_files import base_state, maps_kept, model_file
 WORKERS = 4  # parameters that are read and written at once; each is in memory whole
 STATES = (FP32, "exp_avg", "exp_avg_sq")
 WARM = "use mst_scale.warm_start(engine, CHECKPOINT), which loads weights and masks but no optimizer states"
-GLOBAL = (*OF_WRAPPER, "clip_grad")  # what an optimizer keeps beside its groups
+GLOBAL = (*OF_WRAPPER, "clip_grad")  # what an optimizer keeps in addition to its groups
 
 
 def convert(source: Path, draft: Path) -> int:

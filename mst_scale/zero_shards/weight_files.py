@@ -11,7 +11,7 @@ files for each slice and stage (`mp_rank_…`), and each says which rows and col
 (`LAYOUT`).
 
 `weights_of` turns each of these into one index: for every parameter of the logical model the `Part`s that make it up.
-Reading one maps its files anew and lets them go, so that no more than what was asked for stays in memory.
+Reading one maps its files again and closes them, so that no more than what was asked for stays in memory.
 """
 
 from __future__ import annotations
@@ -142,7 +142,7 @@ def states_of(checkpoint: Path, keys: Iterable[str]) -> dict[str, Weights]:
                 shape = parts[0].shard.shape
                 if name not in weights.shapes:
                     weights.shapes[name], weights.parts[name] = shape, parts
-                elif layout is not None and layout.cut(name):  # else another slice, or stage, has told all of it
+                elif layout is not None and layout.cut(name):  # else another slice, or stage, has described all of it
                     weights.parts[name] += parts
     for name, index in compact_files.read(checkpoint).items():
         for weights in found.values():
@@ -310,6 +310,7 @@ class Held:
 
     @property
     def shape(self) -> tuple[int, ...]:
+        """Its shape, which is read from the file."""
         return tuple(self.find(opened(self.path)).shape)
 
 

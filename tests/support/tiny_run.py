@@ -52,6 +52,12 @@ def config(folder: Path, **blocks: Any) -> Path:
     return path
 
 
+def assert_continued(out: Path, original: Path, step: int) -> None:
+    """Check that a copy of a run was started once more, from this step."""
+    first, again = (json.loads((folder / "run.json").read_text())["starts"] for folder in (original, out))
+    assert len(again) > len(first) and again[len(first)]["from_step"] == step, [one["from_step"] for one in again]
+
+
 def rows(out: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
 

@@ -70,6 +70,7 @@ def test_a_run_is_that_of_dense_storage_and_resumes(stage, form, tmp_path):
 
     shutil.copytree(compact, tmp_path / "again")
     again = run(tmp_path, "again", "--resume", store.tag_of(8), *saved_as(form), stage=stage)
+    tiny_run.assert_continued(again, compact, 8)
     before, after = (whole_runs.weights(out, last) for out in (compact, again))
     assert before.keys() == after.keys()
     assert all(torch.equal(value, after[key]) for key, value in before.items())
@@ -102,6 +103,7 @@ def test_a_pruned_model_is_trained_further_and_resumes(form, stage, tmp_path):
         assert 0 < one["state_bytes"] < 0.5 * other["state_bytes"]
     shutil.copytree(compact, tmp_path / "again")
     again = further("again", "--resume", store.tag_of(8))
+    tiny_run.assert_continued(again, compact, 8)
     before, after = (whole_runs.weights(out, last) for out in (compact, again))
     assert before.keys() == after.keys()
     assert all(torch.equal(value, after[key]) for key, value in before.items())
@@ -117,6 +119,7 @@ def test_a_run_continues_on_other_ranks_at_another_stage_and_with_dense_storage(
     first = run(tmp_path, "first", *saved_as(form), stage=2)
     shutil.copytree(first, tmp_path / "other")
     other = run(tmp_path, "other", "--resume", store.tag_of(8), stage=stage, world=1, compact=kind)
+    tiny_run.assert_continued(other, first, 8)
     last = store.tag_of(12)
     one, two = (inspect(out / "checkpoints" / last).layers for out in (first, other))
     assert [layer.density for layer in one] == [layer.density for layer in two]

@@ -85,6 +85,7 @@ def test_a_resumed_run_masks_as_it_would_have(tmp_path):
     run(2, arguments(tmp_path))
     shutil.copytree(tmp_path / "out", tmp_path / "again")
     run(2, arguments(tmp_path, "again", "--resume", "step00000008"))
+    tiny_run.assert_continued(tmp_path / "again", tmp_path / "out", 8)
     names = ("step", "loss", "val_loss", "grad_norm", "flops", "sparsity")
     whole, again = ([[row.get(n) for n in names] for row in tiny_run.rows(tmp_path / o)] for o in ("out", "again"))
     assert [row[0] for row in again] == list(range(1, 13)) and again == whole

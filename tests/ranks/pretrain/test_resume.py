@@ -77,4 +77,4 @@ def saved_dense(rank, world, folder):
 
 def test_a_checkpoint_without_masks_is_rejected_by_a_sparse_run(tmp_path):
     for message in pool.run(saved_dense, 2, str(tmp_path)):
-        assert str(tmp_path) in message and "mask" in message
+        assert str(tmp_path) in message and "has no masks" in message

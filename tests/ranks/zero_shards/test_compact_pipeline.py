@@ -323,7 +323,7 @@ def test_a_missing_or_foreign_file_of_a_stage_is_damage(tmp_path):
     first, second = (compact_files.file_of(tmp_path / "half", stage) for stage in range(2))
     kept = second.read_bytes()
     second.unlink()
-    with pytest.raises(Damaged, match="missing"):
+    with pytest.raises(Damaged, match="is missing"):
         compact_files.read(tmp_path / "half")
     second.write_bytes(first.read_bytes())
     with pytest.raises(Damaged, match="stage 0"):

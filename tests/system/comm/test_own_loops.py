@@ -218,6 +218,7 @@ def leaves(how):
 
     from mst_scale.comm import watchdog
 
+    watchdog.BEAT_SECONDS = 0.5  # between two looks
     engine = engine_of(steps=30)
     steps = 30 if how in ("os._exit at the end", "return") else 10
     if how == "workers":  # a forked worker ends, and has got a signal for itself
@@ -234,10 +235,10 @@ def leaves(how):
         assert watchdog.of_process().silence > 60, "nobody has asked this run to stop"
     if how == "the group is destroyed":
         dist.destroy_process_group()
-        time.sleep(6)  # the watches look every five seconds
+        time.sleep(1)
     if os.environ["RANK"] == "1":
         os._exit(0) if how in ("os._exit at the end", "the group is destroyed") else sys.exit(0)
-    time.sleep(8)
+    time.sleep(2)
     print("rank 0 has ended as it should", flush=True)
 
 

@@ -163,7 +163,7 @@ def test_too_few_documents_leave_nothing_behind(tmp_path: Path):
 
 
 def test_no_workers_are_rejected(tmp_path: Path):
-    with pytest.raises(UserError, match="workers"):
+    with pytest.raises(UserError, match="workers must be at least 1"):
         make(tmp_path, tmp_path / "out", workers=0)
 
 

@@ -150,8 +150,10 @@ def test_a_pipeline_ends_bit_for_bit_as_with_dense_storage(tmp_path, stage, form
     for out in ("again", "alone"):
         shutil.copytree(tmp_path / "compact", tmp_path / out)
     run_here(2, tmp_path, "again", "auto", stage, *keys, "--resume", half)
+    tiny_run.assert_continued(tmp_path / "again", tmp_path / "compact", 50)
     assert_same(tmp_path / "again", tmp_path / "dense")
     run_here(1, tmp_path, "alone", "auto", stage, *keys, "--set", "pipeline.stages=1", "--resume", half)
+    tiny_run.assert_continued(tmp_path / "alone", tmp_path / "compact", 50)
     for mine, theirs in zip(tiny_run.rows(tmp_path / "alone"), rows[1], strict=True):
         assert mine["loss"] == pytest.approx(theirs["loss"], rel=1e-3) and mine["sparsity"] == theirs["sparsity"]
 
@@ -175,6 +177,7 @@ def test_a_checkpoint_of_dense_storage_continues_compact_and_the_reverse(tmp_pat
     assert_same(tmp_path / "compact", dense(1, 1))
     shutil.copytree(tmp_path / "compact", tmp_path / "again")
     run_here(1, folder, tmp_path / "again", "off", 1, "--resume", store.tag_of(75))
+    tiny_run.assert_continued(tmp_path / "again", tmp_path / "compact", 75)
     assert_same(tmp_path / "again", dense(1, 1))
 
 

@@ -1,6 +1,5 @@
 """Continuing a prompt: the text, its ends, and what cannot be continued."""
 
-import contextlib
 import json
 import subprocess
 import sys
@@ -137,10 +136,13 @@ BAD = {
 
 @pytest.mark.parametrize("words", BAD.values(), ids=BAD.keys())
 def test_bad_input_is_one_line(run: Path, words: list[str], capsys: pytest.CaptureFixture[str]):
-    with contextlib.suppress(SystemExit):  # the parser's own errors
-        assert cli.main(["generate", str(run), *words]) == 2
+    try:
+        code = cli.main(["generate", str(run), *words])
+    except SystemExit as error:  # of the parser
+        code = error.code
     out, err = capsys.readouterr()
-    assert out == "" and err.startswith("mst") and len(err.splitlines()) == 1
+    named = words[-2].removeprefix("--")
+    assert code == 2 and out == "" and err.startswith("mst") and len(err.splitlines()) == 1 and named in err
 
 
 def test_models_that_generate_no_text_are_one_line(tmp_path: Path, run: Path, capsys: pytest.CaptureFixture[str]):

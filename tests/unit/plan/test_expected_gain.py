@@ -1,9 +1,12 @@
 """The gain that a run announces: a number where it was measured, and the reason where there is none."""
 
+from typing import get_args
+
 import pytest
 
+from mst_scale.cli import main
 from mst_scale.config import load
-from mst_scale.plan.expected_gain import GOALS, SLACK, advise, expect, law, recipe_of
+from mst_scale.plan.expected_gain import SLACK, Goal, advise, expect, law, recipe_of
 
 SMALL = {
     "train_batch_size": 16,
@@ -91,5 +94,8 @@ def test_which_recipe_fits_a_goal(steps, goal, recipe):
     assert ("plain dense training" in str(advice)) == (recipe == "dense") and "\n" not in str(advice)
 
 
-def test_goals_are_those_of_the_command():
-    assert GOALS == ("train-cost", "inference-cost")
+def test_goals_are_those_of_the_command(capsys):
+    with pytest.raises(SystemExit):
+        main(["plan", "--config", "demo", "--goal", "speed"])
+    rejected = capsys.readouterr().err
+    assert all(goal in rejected for goal in get_args(Goal))
