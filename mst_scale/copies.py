@@ -6,6 +6,7 @@ same folder or by a run that is repeated: the copy, and files of ranks that no l
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import shutil
@@ -43,13 +44,15 @@ def identity_of(checkpoint: Path) -> str:
 
 
 def remove_outdated(checkpoint: Path, keep: Collection[str] = ()) -> None:
-    """Remove what a checkpoint would keep of an earlier save under its tag: the copy, and files of other ranks.
+    """Remove what a checkpoint would keep of an earlier save under its tag: the copy, masks, and files of other ranks.
 
     Args:
         checkpoint: the folder.
         keep: names of files that stay.
     """
     shutil.rmtree(checkpoint / COPY, ignore_errors=True)
-    for path in checkpoint.glob("*_states.pt"):
-        if path.name not in keep:
-            path.unlink(missing_ok=True)
+    for pattern in ("*_states.pt", "mst/*"):
+        for path in checkpoint.glob(pattern):
+            if str(path.relative_to(checkpoint)) not in keep:
+                with contextlib.suppress(OSError):  # then the save itself fails, on all ranks
+                    path.unlink()

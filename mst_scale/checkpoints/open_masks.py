@@ -76,7 +76,7 @@ def of_source(source: Path) -> Named:
     """
     if source.is_file():
         return OpenMasks(source)
-    weights = [] if (source / "latest").is_file() else sorted(source.glob("*.safetensors"))
+    weights = sorted(source.glob("*.safetensors")) if store.of_other_loops(source) is None else []
     return _of_zeros(weights) if weights else _of_checkpoint(store.locate(source))
 
 
@@ -94,8 +94,11 @@ def _of_checkpoint(checkpoint: Path) -> Named:
 def _of_zeros(files: Iterable[Path]) -> Named:
     """Yield the masks of the matrices that have zeros."""
     for path in files:
-        with safe_open(path, framework="pt") as file:
-            for name in file.keys():  # noqa: SIM118  (no dict)
-                value = file.get_tensor(name)
-                if value.dim() > 1 and value.is_floating_point() and not value.all():
-                    yield name, value != 0
+        try:
+            with safe_open(path, framework="pt") as file:
+                for name in file.keys():  # noqa: SIM118  (no dict)
+                    value = file.get_tensor(name)
+                    if value.dim() > 1 and value.is_floating_point() and not value.all():
+                        yield name, value != 0
+        except SafetensorError as error:
+            raise Damaged(f"{path} is damaged or cut short ({error})") from None

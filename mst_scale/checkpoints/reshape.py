@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from mst_scale.checkpoints import mask_files, store
+from mst_scale.checkpoints import mask_files, model_config, store
 from mst_scale.checkpoints.store import PARTIAL, UNIVERSAL
 from mst_scale.comm import Damaged
 from mst_scale.copies import SOURCE, has_copy, identity_of
@@ -63,6 +63,8 @@ def reshape(path: Path, out: Path | None = None) -> Reshaped:
         if (source / mask_files.FOLDER).is_dir():
             without = shutil.ignore_patterns(compact_files.NAMES)  # the copy holds whole matrices
             shutil.copytree(source / mask_files.FOLDER, draft / mask_files.FOLDER, ignore=without)
+        if (source / model_config.NAME).is_file():
+            shutil.copy2(source / model_config.NAME, draft / model_config.NAME)
         manifest = store.head(source) or {}
         kept = ("tag", "step", "batch", "micro", "ranks", "optimizer")
         about: dict[str, Any] = {key: manifest[key] for key in kept if key in manifest}
@@ -75,6 +77,8 @@ def reshape(path: Path, out: Path | None = None) -> Reshaped:
         for name in ("config.json", "metrics.jsonl"):
             if (path / name).is_file():
                 shutil.copy2(path / name, out / name)
+        if store.step_of(target) < 0:  # of another loop than `pretrain`, whose steps no name tells
+            store.write_atomically(target.parent / "latest", target.name)
     store.write_atomically(target.parent / "latest_universal", target.name)  # where DeepSpeed looks without a tag
     return _reshaped(source, target, time.monotonic() - start)
 

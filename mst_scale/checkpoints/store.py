@@ -135,7 +135,7 @@ def locate(path: Path) -> Path:
     if tags:
         raise Damaged(f"every checkpoint in {folder} is damaged")
     for place in dict.fromkeys((path, folder)):
-        if (other := _of_other_loops(place)) is not None:
+        if (other := of_other_loops(place)) is not None:
             return other
     raise UserError(
         f"{path} contains no checkpoint: give the folder of a run, one of its checkpoints/step…, or a folder "
@@ -147,7 +147,7 @@ def _is_checkpoint(path: Path) -> bool:
     return (path / MANIFEST).is_file() or (path / "mst").is_dir() or any(path.glob("*model_states.pt"))
 
 
-def _of_other_loops(folder: Path) -> Path | None:
+def of_other_loops(folder: Path) -> Path | None:
     """Return the newest checkpoint in a folder that `pretrain` has not written; None where there is none.
 
     engine.save_checkpoint   DIR/global_stepN, and DIR/latest names the newest

@@ -7,6 +7,8 @@ MST_TRACEBACK=1 for a full traceback.
 from __future__ import annotations
 
 import argparse
+import contextlib
+import errno
 import importlib
 import os
 import sys
@@ -104,20 +106,31 @@ def _installed(package: str) -> str:
 
 def main(argv: list[str] | None = None) -> int:
     """Run a command and return its exit code."""
-    args = parser().parse_args(argv)
     try:
-        return int(args.run(args))
+        try:
+            args = parser().parse_args(argv)
+            return int(args.run(args))
+        finally:
+            sys.stdout.flush()
     except KeyboardInterrupt:
         return _fail("stopped", 1)
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the reader (head, less) has exited
+    except BrokenPipeError:  # the reader (head, less) has exited
+        _discard_output()
         return 1
     except Exception as error:
+        if isinstance(error, OSError) and error.errno == errno.ENOSPC:
+            _discard_output()
         if comm.several():
             comm.end(error)
         if not comm.is_plain(error):
             raise
         return _fail(comm.one_line(error), comm.exit_code(error))
+
+
+def _discard_output() -> None:
+    """Write what is left of stdout nowhere: Python would try again at its end, and exit with code 120."""
+    with contextlib.suppress(OSError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _fail(message: str, code: int) -> int:

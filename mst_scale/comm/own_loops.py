@@ -65,7 +65,8 @@ def watch(done: Callable[[], bool]) -> None:
         return
     if running is not None and running.world is dist.group.WORLD:
         if running.advice == ADVICE:  # an earlier engine of the same program
-            running.done = done
+            earlier = running.done
+            running.done = lambda: earlier() and done()
         return
     bound_existing_groups(timeout())  # the default group too, where DeepSpeed has just created it
     rank = dist.get_rank()

@@ -66,6 +66,9 @@ def validate_folder(option: str, path: Path) -> None:
         )
 
 
+CHECKED_ELSEWHERE = ("set", "prompt")  # by the config, and by the tokenizer; a prompt may have several lines
+
+
 class Parser(argparse.ArgumentParser):
     """An `argparse.ArgumentParser` whose errors are one line, printed by the first of several ranks."""
 
@@ -75,7 +78,7 @@ class Parser(argparse.ArgumentParser):
         found, rest = super().parse_known_args([self._renamed(word, given) for word in given], namespace)
         for option, value in vars(found).items():
             for text in value if isinstance(value, list) else [value]:
-                if option != "set" and isinstance(text, str | Path):  # values of --set are checked by the config
+                if option not in CHECKED_ELSEWHERE and isinstance(text, str | Path):
                     try:
                         validate_printable(f"argument {option}", str(text))
                     except UserError as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -14,7 +15,7 @@ from mst_scale.compact_files import layout
 from mst_scale.compact_files.weights import ModelWeights, model_block, open_weights
 from mst_scale.data.tokenizer import chosen, write_tokenizer
 from mst_scale.errors import UserError
-from mst_scale.hugging_face.model_files import DTYPES, draft_of
+from mst_scale.hugging_face.model_files import DTYPES, TOKENIZER_FILES, draft_of
 
 README = """\
 # A compact file of mst_scale
@@ -22,7 +23,8 @@ README = """\
 `model.safetensors` holds the nonzero weights of a model and one bit per weight (layout version {version};
 docs/generation.md of mst_scale describes it and reads it with a few lines of numpy). It takes {bytes:,} bytes; the same
 weights stored dense take {dense_bytes:,}.
-
+"""
+COMMANDS = """
     mst generate FOLDER --prompt TEXT
     mst eval FOLDER --tasks lambada
 """
@@ -82,18 +84,24 @@ def export_compact(
     weights = open_weights(path, config, causal=False)
     text = chosen(tokenizer, weights.tokenizer, str(path))
     about = {**weights.about(), "tokenizer": text and text.name, "tokenizer_identity": text and text.identity}
-    counts = _Counts()
+    counts, own = _Counts(), None if text is None else text.name
     with draft_of(out) as draft:
         _, note = write_tokenizer(draft, None if text is None else text.name, weights.config.vocab_size)
+        if note and tokenizer is None and (path / "tokenizer.json").is_file():
+            for name in TOKENIZER_FILES:
+                if (path / name).is_file():
+                    shutil.copy2(path / name, draft / name)
+            note, own = "", "the model's own"
         tensors = counts.of(weights, DTYPES[dtype][1])
         size = layout.write(draft / layout.FILE, tensors, model_block(weights.config), about)
         dense = counts.parameters * DTYPES[dtype][1].itemsize
-        (draft / "README.md").write_text(README.format(version=layout.VERSION, bytes=size, dense_bytes=dense))
+        readme = README.format(version=layout.VERSION, bytes=size, dense_bytes=dense)
+        (draft / "README.md").write_text(readme + (COMMANDS if weights.config.causal else ""))
     if note:
         logger.warning("%s", note)
     return CompactExport(
         path, out, weights.step, counts.parameters, counts.nonzero, counts.sparse, size, dense,
-        None if note or text is None else text.name,
+        None if note else own,
     )  # fmt: skip
 
 

@@ -106,6 +106,10 @@ class CompactFile:
         halves = {name + kind for name in self.shapes for kind in (MASK, VALUES)}
         return [*self.shapes, *(name for name in self.parts if name not in halves)]
 
+    def all_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Return the shapes of the model's tensors by name."""
+        return {name: self.shapes.get(name) or tuple(self.parts[name].shape) for name in self.names}
+
     def sparse(self, name: str) -> tuple[torch.Tensor, torch.Tensor, tuple[int, ...]] | None:
         """Return (values, bits, shape) of a tensor; None if it is stored whole."""
         if name not in self.shapes:

@@ -91,7 +91,7 @@ def open_weights(path: Path, config: Path | None = None, *, causal: bool = True)
         raise UserError(f"{path} is not a compact file of mst_scale: name one, or the folder of a run or a checkpoint")
     elif not path.exists():
         raise UserError(f"there is no {path}: name a run, a checkpoint, or what mst export has written")
-    elif model_config.is_transformers(path / "config.json") and not (path / "latest").is_file():
+    elif model_config.is_transformers(path / "config.json") and store.of_other_loops(path) is None:
         found = _of_gpt2(path)
     elif (other := _transformers_of(path, config)) is not None:
         raise UserError(
@@ -147,8 +147,13 @@ def _masks_of(checkpoint: Path) -> tuple[frozenset[str], Callable[[str], torch.T
 
 def _of_compact(path: Path) -> ModelWeights:
     file = open_compact(path)
+    config = ModelConfig(**file.model)
+    with torch.device("meta"):
+        expected = {name: tuple(parameter.shape) for name, parameter in build(config).named_parameters()}
+    if expected != file.all_shapes():  # the digest does not cover names
+        raise UserError(f"{file.path} is damaged (a name or a shape differs): export the run again, or copy it again")
     return ModelWeights(
-        path, ModelConfig(**file.model), tuple(file.names), file.read, file.about["step"], file.about["method"],
+        path, config, tuple(file.names), file.read, file.about["step"], file.about["method"],
         _tokenizer(file.about), _pattern(file.about), compact=file,
     )  # fmt: skip
 

@@ -125,7 +125,20 @@ def _bpe(name: str, encoding: Any) -> Tokenizer:
     write = None
     if name in SPLIT_LIKE_GPT2 or _is_rank_file(name):
         write = partial(_write_bpe, encoding._mergeable_ranks, end, split_words=True)
-    return Tokenizer(name, encoding.n_vocab, end, encode, encoding.decode, write_files=write)
+
+    def text_of(ids: list[int]) -> str:
+        try:
+            return str(encoding.decode(ids))
+        except KeyError:  # some encodings have gaps, whose ids a model may predict
+            return b"".join(map(bytes_of, ids)).decode(errors="replace")
+
+    def bytes_of(one: int) -> bytes:
+        try:
+            return bytes(encoding.decode_single_token_bytes(one))
+        except KeyError:
+            return "\ufffd".encode()
+
+    return Tokenizer(name, encoding.n_vocab, end, encode, text_of, write_files=write)
 
 
 def _encoding_by_name(name: str) -> Any:

@@ -59,7 +59,8 @@ class CompactMasking(Masking):
         """Do nothing: an update has values of active weights alone."""
 
     def masks_restored(self) -> None:
-        """Do nothing: optimizer states are those of active weights alone."""
+        """Forget the gradients of before. There is nothing to mask: optimizer states are those of active weights."""
+        self.topology.forget_gradients()
 
     def weights_written(self) -> None:
         """Do nothing: inactive weights were not written."""
@@ -117,6 +118,7 @@ class CompactTopology(Topology):
             else:
                 parameter.register_hook(functools.partial(self._reduce_dense_gradient, i))
         zero_shards.watch_losses(self.engine, _weakly(self._begin_backward))
+        zero_shards.on_zero_grad(self.engine, _weakly(self._leave_out))
         if sparsity is None:  # given masks have as many as they have
             return
         for mask, count, index in zip(self._masks, self.counts(sparsity), self.store.index, strict=True):
@@ -130,6 +132,15 @@ class CompactTopology(Topology):
 
     def after_step(self, updated: bool) -> None:
         super().after_step(updated)
+        self.forget_gradients()
+
+    def _leave_out(self) -> None:
+        """Forget a batch that the loop leaves out; at stage 3 DeepSpeed itself calls `zero_grad` in its step, too."""
+        if self.under_way is None:
+            self.forget_gradients()
+
+    def forget_gradients(self) -> None:
+        """Drop the gradients of the step so far."""
         for kept in (self.dense_gradients, self._kept, self._uses):
             kept.clear()
 

@@ -119,6 +119,7 @@ class WeightFunctions(Component):
         self.products: dict[str, Product] = {}
         self.reseed = False
         self.first_squares: dict[int, torch.Tensor] = {}  # by layer, while the first step after `end` is under way
+        zero_shards.on_zero_grad(engine, self._forget_pulls)
 
     def use(self, products: dict[str, Product] | None) -> None:
         """Make these products call the functions; None for a run without masks, which gets its own products."""
@@ -188,6 +189,11 @@ class WeightFunctions(Component):
 
     def _share(self) -> float:
         return zero_shards.loss_scale(self.engine) / zero_shards.passes_of_a_step(self.engine)
+
+    def _forget_pulls(self) -> None:
+        """Forget the backward passes of a step that the loop leaves out."""
+        for layer in self.layers.values():
+            layer.pulls = 0
 
     def _check_pulls(self) -> None:
         """Check that each layer has one backward pass per micro-batch of the step that is about to be taken."""

@@ -90,7 +90,7 @@ def open_model(
     path = Path(name)
     if is_compact(path):
         return _compact(path, tokenizer, device)
-    if is_transformers(path) and not (path / "latest").is_file():  # of Trainer's checkpoint-N the fp32 masters are read
+    if is_transformers(path) and store.of_other_loops(path) is None:  # of a checkpoint the fp32 masters are read
         return _pretrained(name, path, tokenizer, device)
     if on_hub(name):
         return _pretrained(name, None, tokenizer, device)

@@ -35,7 +35,8 @@ class Cache:
     """The keys and values of every layer, (batch, heads, room, head_dim), and how many positions are filled."""
 
     def __init__(self, layers: int, batch: int, heads: int, room: int, head_dim: int) -> None:
-        self.keys, self.values = ([torch.empty(batch, heads, room, head_dim) for _ in range(layers)] for _ in range(2))
+        shape = (batch, heads, room, head_dim)
+        self.keys, self.values = ([torch.empty(shape, dtype=torch.float32) for _ in range(layers)] for _ in range(2))
         self.room, self.length = room, 0
         self.visible: torch.Tensor | None = None  # of the token that is being computed
         self.blocks: Callable[[torch.Tensor], None] | None = None  # see `fused`

@@ -99,24 +99,25 @@ def generate(
         raise UserError(
             f"the prompt has {len(ids):,} tokens, and the model's context is {context:,}: give a shorter prompt"
         )
-    step = weights.step
-    decoder = load_decoder(weights, None if dtype is None else TYPES[dtype])
-    del weights  # the file that the matrices were read from
-    vocabulary = min(decoder.config.vocab_size, text.vocab_size)
-    decoded, say = Decoded(text, ids), stream or (lambda _: None)
-    began = time.perf_counter()
-    times: list[float] = []
-    finish = "length"
-    for token in _next_tokens(decoder, ids, sampling, vocabulary, min(tokens, context - len(ids) + 1)):
-        times.append(time.perf_counter())
-        if token == text.end_of_text:
-            finish = "end of text"
-            break
-        say(decoded.add(token))
-    else:
-        if len(times) < tokens:
-            finish = "context"
-            logger.warning("the text ends after %d tokens: the model's context of %d is full", len(times), context)
+    with torch.device("cpu"):  # whatever the caller's default is
+        step = weights.step
+        decoder = load_decoder(weights, None if dtype is None else TYPES[dtype])
+        del weights  # the file that the matrices were read from
+        vocabulary = min(decoder.config.vocab_size, text.vocab_size)
+        decoded, say = Decoded(text, ids), stream or (lambda _: None)
+        began = time.perf_counter()
+        times: list[float] = []
+        finish = "length"
+        for token in _next_tokens(decoder, ids, sampling, vocabulary, min(tokens, context - len(ids) + 1)):
+            times.append(time.perf_counter())
+            if token == text.end_of_text:
+                finish = "end of text"
+                break
+            say(decoded.add(token))
+        else:
+            if len(times) < tokens:
+                finish = "context"
+                logger.warning("the text ends after %d tokens: the model's context of %d is full", len(times), context)
     say(decoded.rest())
     return Generated(
         model=str(model),

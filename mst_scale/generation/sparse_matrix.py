@@ -156,7 +156,7 @@ class SparseMatrix:
     def rows(self, numbers: torch.Tensor) -> torch.Tensor:
         """Return these rows in float32."""
         flat = numbers.reshape(-1)
-        found = torch.cat([self._dense(int(r), int(r) + 1) for r in flat]) if len(flat) else torch.empty(0)
+        found = torch.cat([self._dense(int(r), int(r) + 1) for r in flat]) if len(flat) else self._dense(0, 0)
         return found.view(*numbers.shape, self.shape[1])
 
     def _parts(self) -> Iterator[torch.Tensor]:
@@ -170,7 +170,7 @@ class SparseMatrix:
         counts = self.counts[first * self.chunks : last * self.chunks].long()
         chunk = torch.arange(len(counts)).repeat_interleave(counts)
         row, column = chunk // self.chunks, chunk % self.chunks * self.chunk + self.columns[begin:end].long()
-        dense = torch.zeros(last - first, self.shape[1])
+        dense = torch.zeros(last - first, self.shape[1], dtype=torch.float32)
         dense[row, column] = self.values[begin:end].float()
         return dense
 

@@ -10,6 +10,7 @@ import numpy as np
 from mst_scale.compact_files.weights import ModelWeights
 from mst_scale.data.tokenizer import Tokenizer, chosen, is_missing, load_tokenizer
 from mst_scale.errors import UserError
+from mst_scale.hugging_face.sources import import_transformers
 
 UNFINISHED = "\ufffd"  # what bytes that are not a whole character decode to
 
@@ -49,8 +50,7 @@ def tokenizer_for(weights: ModelWeights, given: str | None = None) -> Tokenizer:
 
 def _of_transformers(folder: Path) -> Tokenizer:
     """Return the tokenizer in a folder of transformers."""
-    from transformers import AutoTokenizer
-
+    AutoTokenizer = import_transformers(f"the tokenizer in {folder}").AutoTokenizer
     try:
         found = AutoTokenizer.from_pretrained(str(folder))
     except Exception as error:  # transformers raises errors of many kinds

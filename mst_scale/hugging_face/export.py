@@ -29,7 +29,7 @@ from mst_scale.dead_units import format_counts
 from mst_scale.dead_units.units import LineFlags, find_units
 from mst_scale.errors import UserError
 from mst_scale.hugging_face import model_card
-from mst_scale.hugging_face.model_files import DTYPES, Shape, draft_of, write_json, write_model
+from mst_scale.hugging_face.model_files import DTYPES, TOKENIZER_FILES, Shape, draft_of, write_json, write_model
 from mst_scale.hugging_face.names import VOCABULARY, Entry, entries, hugging_face_config
 from mst_scale.hugging_face.narrow import NEURONS, Neurons, find_neurons
 from mst_scale.hugging_face.sources import (
@@ -48,12 +48,8 @@ from mst_scale.pruning.network import calibration_batches, open_calibration
 from mst_scale.shard import Shard
 
 VALIDATION_BATCH = 8
-COMPANIONS = (
-    "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
-    "vocab.json", "merges.txt", "vocab.txt", "tokenizer.model", "spiece.model", "chat_template.jinja",
-)  # fmt: skip
 OTHER_COMPANIONS = ("generation_config.json",)
-"""Those of them that do not belong to the model's tokenizer."""
+"""Files next to a model that do not belong to its tokenizer."""
 
 
 @dataclass(frozen=True)
@@ -199,7 +195,7 @@ def _export_transformers(
     with draft_of(out) as draft:
         if tokenizer is not None:
             note = write_tokenizer(draft, tokenizer, int(source.config.get("vocab_size", 0)))[1]
-        for name in COMPANIONS if tokenizer is None else OTHER_COMPANIONS:  # not the files of two tokenizers
+        for name in (*OTHER_COMPANIONS, *(TOKENIZER_FILES if tokenizer is None else ())):  # not those of two
             if not (draft / name).exists() and (found := source.beside(name)) is not None:
                 shutil.copy2(found, draft / name)
         if tokenizer is None and source.tokenizer is None:

@@ -22,6 +22,10 @@ from mst_scale.checkpoints import store
 
 Shape = tuple[int, ...]
 Pieces = Callable[[str], Iterator[torch.Tensor]]  # a tensor's values in order, in pieces of any shape
+TOKENIZER_FILES = (
+    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json",
+    "merges.txt", "vocab.txt", "tokenizer.model", "spiece.model", "chat_template.jinja",
+)  # fmt: skip
 DTYPES = {"float32": ("F32", torch.float32), "bfloat16": ("BF16", torch.bfloat16), "float16": ("F16", torch.float16)}
 
 

@@ -34,6 +34,19 @@ TOKENIZERS = ("tokenizer.json", "vocab.json", "vocab.txt", "tokenizer.model", "s
 PIECE = 1 << 20  # number of values that are copied at once: 4 MiB
 
 
+def import_transformers(what: str) -> Any:
+    """Return the package transformers, which `what` needs.
+
+    Raises:
+        UserError: if it is not installed.
+    """
+    try:
+        import transformers
+    except ImportError as error:
+        raise UserError(f"{what} needs transformers ({error}): pip install transformers") from None
+    return transformers
+
+
 def first_line(error: Exception) -> str:
     """Return the first line of an error's message, or the name of its class if there is none."""
     return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
@@ -176,8 +189,7 @@ class TransformersSource:
     @cached_property
     def skeleton(self) -> Any:
         """The model, without memory for its weights."""
-        import transformers
-
+        transformers = import_transformers(f"the model in {self.checkpoint}")
         config = self._transformers_config()
         named = (self.config.get("architectures") or [None])[0]
         kind = getattr(transformers, str(named), None)
@@ -187,8 +199,7 @@ class TransformersSource:
             return transformers.AutoModelForCausalLM.from_config(config)
 
     def _transformers_config(self) -> Any:
-        import transformers
-
+        transformers = import_transformers(f"the model in {self.checkpoint}")
         try:
             return transformers.AutoConfig.for_model(**{k: v for k, v in self.config.items() if k != "mst_scale"})
         except Exception as error:  # transformers raises errors of many classes

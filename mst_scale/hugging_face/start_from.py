@@ -8,6 +8,7 @@ one parameter at a time.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import socket
@@ -17,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 
 from mst_scale import zero_shards
@@ -25,7 +26,7 @@ from mst_scale.checkpoints import store
 from mst_scale.checkpoints.multiplied import multiplied_weights_of
 from mst_scale.config import ModelConfig, read_of_run
 from mst_scale.errors import Damaged, UserError
-from mst_scale.hugging_face.names import from_hugging_face, hugging_face_config
+from mst_scale.hugging_face.names import MASK_BUFFERS, from_hugging_face, hugging_face_config
 from mst_scale.models.gpt import GPT
 
 FILES = ["config.json", "*.safetensors", "*.safetensors.index.json"]
@@ -104,9 +105,19 @@ def model_keys(folder: Path) -> dict[str, Any]:
         "d_ff": raw.get("n_inner"),
         "seq_length": raw.get("n_positions", raw.get("n_ctx")),
         "vocab_size": raw["vocab_size"],
-        "bias": raw.get("mst_scale", {}).get("bias", True),
+        "bias": raw.get("mst_scale", {}).get("bias", True) or _has_biases(folder),
         "tied_head": raw.get("tie_word_embeddings", True),
     }
+
+
+def _has_biases(folder: Path) -> bool:
+    """Return whether a bias is not 0: an exported model without biases may have been trained further."""
+    for path in folder.glob("*.safetensors"):
+        with contextlib.suppress(SafetensorError), safe_open(path, framework="pt") as file:  # `read` reports damage
+            biases = [name for name in file.keys() if name.endswith(".bias") and not name.endswith(MASK_BUFFERS)]  # noqa: SIM118  (no dict)
+            if any(bool(file.get_tensor(name).any()) for name in biases):
+                return True
+    return False
 
 
 def _run(folder: Path) -> dict[str, Any] | None:

@@ -89,7 +89,7 @@ class ProgressLine:
             saved = [
                 f"{row['phase']}, sparsity {row['sparsity']:.0%} of {row['target_sparsity']:.0%}",
                 f"FLOPs ÷{row['flops_dense'] / row['flops']:.2f}, {flops}",
-                f"step {row['step_ms']:.3g} ms" + ("" if dense_ms is None else f" (dense {dense_ms:.3g} ms)"),
+                f"step {_duration(row['step_ms'])}" + ("" if dense_ms is None else f" (dense {_duration(dense_ms)})"),
             ]
         parts = [
             f"step {row['step']:>{len(str(self._total))}}/{self._total}",
@@ -205,3 +205,7 @@ def table(rows: list[tuple[str, str]]) -> str:
     body = [f"  {name:<{width}}  {value}" for name, value in rows]
     rule = "─" * max(len(line) for line in body)
     return "\n".join([rule, *body, rule])
+
+
+def _duration(ms: float) -> str:
+    return f"{ms:.3g} ms" if ms < 1000 else f"{ms / 1e3:.3g} s"

@@ -193,6 +193,14 @@ HOOKS = (
         lambda engine, follower: step.after_master_update(engine, follower.after_update),
     ),
     Hook(
+        "earlier saves",
+        "engine.save_checkpoint",
+        "it leaves files of others in the folder of a tag that is saved again, such as masks of a sparse run",
+        "0.19",
+        lambda _, follower: not follower.masks_weights,
+        lambda engine, _: saving.replace_earlier_saves(engine),
+    ),
+    Hook(
         "checkpoints",
         "engine.save_checkpoint and engine.load_checkpoint",
         "client_state is saved and returned; at stage 3, load_module_only loads nothing",

@@ -91,14 +91,19 @@ def put_weights(engine: Any, names: Collection[str], values: Callable[[Shard], t
 
 
 @torch.no_grad()
-def put_states(engine: Any, source: Source) -> None:
+def put_states(engine: Any, source: Source, only_weights: bool = False) -> None:
     """Write weights, optimizer states and buffers; call it on every rank.
+
+    Args:
+        engine: The engine.
+        source: What is written.
+        only_weights: Whether the optimizer stays as it is.
 
     Raises:
         UserError: if the optimizer has another number of parameter groups.
     """
     optimizer = base_optimizer(engine)
-    if len(source.groups) != len(optimizer.param_groups):
+    if not only_weights and len(source.groups) != len(optimizer.param_groups):
         raise UserError(
             f"{source} has {len(source.groups)} parameter groups, but this optimizer has "
             f"{len(optimizer.param_groups)}: use the same groups"
@@ -109,19 +114,21 @@ def put_states(engine: Any, source: Source) -> None:
         owner, part = shards.owner(i), shards.slices[i]
         found, step = source.ranges(name, parameter), source.step(name)
         state = optimizer.state[owner]
-        if step is not None:
+        if step is not None and not only_weights:
             state["step"] = step.clone() if torch.is_tensor(step) else step
         for key, read in found.items():
+            if only_weights and key != FP32:
+                continue
             if key != FP32 and key not in state:
                 state[key] = torch.zeros_like(owner)
             if part.length:
                 kept = shards.weight(i) if key == FP32 else shards.states(i)[key]
                 kept.copy_(read(part.start, part.start + part.length))
         put_reads(engine, parameter, found[FP32])
-    for key, value in source.wrapper.items():
+    for key, value in () if only_weights else source.wrapper.items():
         if hasattr(engine.optimizer, key):
             setattr(engine.optimizer, key, value)
-    for group, settings in zip(optimizer.param_groups, source.groups, strict=True):
+    for group, settings in () if only_weights else zip(optimizer.param_groups, source.groups, strict=True):
         group.update(settings)
     own = dict(engine.module.named_buffers())
     for name, value in source.buffers.items():

@@ -25,6 +25,28 @@ from mst_scale.zero_shards.put_weights import put_states
 from mst_scale.zero_shards.step import base_optimizer
 
 
+def _start_afresh(engine: Any, given: dict[str, Any]) -> str:
+    """Remove what an earlier save under the same tag has left; return the tag (collective)."""
+    tag = f"global_step{engine.global_steps}" if given.get("tag") is None else str(given["tag"])
+    if torch.distributed.get_rank() == 0:
+        remove_outdated(Path(given["save_dir"]) / tag)
+    torch.distributed.barrier()
+    return tag
+
+
+def replace_earlier_saves(engine: Any) -> None:
+    """Make `engine.save_checkpoint` remove masks that a sparse run has saved under the same tag."""
+    save = engine.save_checkpoint
+    of_save = inspect.signature(save)
+
+    @functools.wraps(save)
+    def save_checkpoint(*args: Any, **named: Any) -> Any:
+        _start_afresh(engine, of_save.bind(*args, **named).arguments)
+        return save(*args, **named)
+
+    engine.save_checkpoint = save_checkpoint
+
+
 @contextlib.contextmanager
 def errors_after_saving(engine: Any, snapshot: Snapshot | None = None) -> Iterator[None]:
     """Let a save run to its end on every rank, then raise the error of this one.
@@ -135,10 +157,7 @@ def carry_along(engine: Any, follower: Any) -> None:
     @functools.wraps(save)
     def save_checkpoint(*args: Any, **named: Any) -> Any:
         given = of_save.bind(*args, **named).arguments
-        tag = f"global_step{engine.global_steps}" if given.get("tag") is None else str(given["tag"])
-        if torch.distributed.get_rank() == 0:
-            remove_outdated(Path(given["save_dir"]) / tag)
-        torch.distributed.barrier()
+        tag = _start_afresh(engine, given)
         # before DeepSpeed's own files, so that its `latest` never names a checkpoint without masks
         head = follower.saving(Path(given["save_dir"]) / tag)
         state = {**(given.get("client_state") or {}), "mst": head}
@@ -235,8 +254,9 @@ def fit_universal_checkpoints(engine: Any) -> None:
 
     @functools.wraps(load)
     def load_checkpoint(*args: Any, **named: Any) -> Any:
+        given = order.bind(*args, **named).arguments
+        keeps_states = given.get("load_optimizer_states", True)
         if not engine.load_universal_checkpoint():
-            given = order.bind(*args, **named).arguments
             copy = copy_of(engine, Path(given["load_dir"]), given.get("tag"))
             if copy is not None:
                 engine._config.load_universal_checkpoint = True
@@ -244,9 +264,16 @@ def fit_universal_checkpoints(engine: Any) -> None:
                     return load_checkpoint(**{**given, "tag": copy})
                 finally:
                     engine._config.load_universal_checkpoint = False
-            with explained(engine, load, args, named):
-                return load(*args, **named)
-        others = order.bind(*args, **named).arguments
+            with explained(engine, load, args, named), _weights_of(given.get("tag")):
+                path, state = load(*args, **named)
+            if path is not None and stage == 0 and not keeps_states:
+                refresh = getattr(
+                    engine.optimizer, "refresh_fp32_params", None
+                )  # DeepSpeed does so with load_module_only
+                if refresh is not None:
+                    refresh()
+            return path, state
+        others = dict(given)
         load_dir, tag = others.pop("load_dir"), others.pop("tag", None)
         if tag is None:
             tag = tag_in(Path(load_dir) / "latest_universal")
@@ -255,10 +282,23 @@ def fit_universal_checkpoints(engine: Any) -> None:
         if path is not None:
             source = UniversalCheckpoint(Path(load_dir) / tag, state.pop("mst_buffers", {}))
             source.check_shapes({name: shape_of(p) for name, p in named_parameters(engine.module) if p.requires_grad})
-            put_states(engine, source)
+            put_states(engine, source, only_weights=not keeps_states or bool(given.get("load_module_only")))
         return path, state
 
     engine.load_checkpoint = load_checkpoint
+
+
+@contextlib.contextmanager
+def _weights_of(tag: str | None) -> Iterator[None]:
+    """Let DeepSpeed load weights without states at stage 3 from the checkpoint that was asked for, not the latest."""
+    from deepspeed.runtime import engine as module
+
+    inner = module.get_fp32_state_dict_from_zero_checkpoint
+    module.get_fp32_state_dict_from_zero_checkpoint = lambda folder: inner(folder, tag)
+    try:
+        yield
+    finally:
+        module.get_fp32_state_dict_from_zero_checkpoint = inner
 
 
 def _name_parameters(engine: Any) -> None:
@@ -267,4 +307,5 @@ def _name_parameters(engine: Any) -> None:
     groups = base_optimizer(engine).param_groups
     parameters = getattr(engine.optimizer, "fp16_groups", None) or [group["params"] for group in groups]
     for group, mine in zip(groups, parameters, strict=True):
-        group["param_names"] = [names[id(p)] for p in mine]
+        # a client's optimizer may also train what is not in the model, such as a learned weight of the loss
+        group["param_names"] = [names.get(id(p), f"outside the model, {n}") for n, p in enumerate(mine)]

@@ -92,6 +92,19 @@ def watch_losses(engine: Any, see: Callable[[torch.Tensor, bool], None]) -> None
     engine.backward = backward
 
 
+def on_zero_grad(engine: Any, call: Callable[[], None]) -> None:
+    """Call `call` whenever gradients are discarded: by the loop, which leaves out a batch, or after each step."""
+    for owner in (engine, engine.optimizer):
+        inner = owner.zero_grad
+
+        @functools.wraps(inner)
+        def zero_grad(*args: Any, inner: Callable[..., Any] = inner, **named: Any) -> Any:
+            call()
+            return inner(*args, **named)
+
+        owner.zero_grad = zero_grad
+
+
 def before_master_update(engine: Any, hook: Callable[[], None]) -> None:
     """Call `hook` before each update of master weights (see after_master_update); the norm is known by then."""
 

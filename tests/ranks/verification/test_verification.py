@@ -359,3 +359,29 @@ def with_two_passes(rank, world):
 
 def test_two_forward_passes_before_a_backward_pass_are_not_corruption():
     assert pool.run(with_two_passes, 1) == [4]
+
+
+# --- models whose micro-batches cannot be computed again ---
+
+
+class Recomputed(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = toy()
+
+    def forward(self, tokens, targets):
+        x = self.inner.embed(tokens)
+        x = torch.utils.checkpoint.checkpoint(self.inner.up, x, use_reentrant=True)
+        return torch.nn.functional.cross_entropy(self.inner.out(self.inner.down(x)), targets)
+
+
+def with_reentrant_checkpoints(rank, world):
+    engine = mst_scale.initialize(model=Recomputed(), config=mst_config(1, world, method="dense"))[0]
+    verification = Verification(engine, comm.init(), 1)
+    train(engine, rank, world, 3)
+    verification.finish()
+    return verification.verified, verification.recomputation
+
+
+def test_reentrant_checkpointing_leaves_out_the_second_computation(caplog):
+    assert pool.run(with_reentrant_checkpoints, 1) == [(3, None)]

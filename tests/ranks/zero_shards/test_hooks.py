@@ -28,7 +28,7 @@ def test_the_list_is_in_order_and_for_this_deepspeed():
     assert [hook.name for hook in HOOKS] == [
         "plain step", "norm in float64", "plain loss", "powers of beta", "parts of sequences",
         "handover", "universal checkpoints", "step", "before update", "held update", "muon's dtype",
-        "muon", "update", "checkpoints", "consolidated weights", "layout", "loading",
+        "muon", "update", "earlier saves", "checkpoints", "consolidated weights", "layout", "loading",
     ]  # fmt: skip
     first, below = map(Version, versions.SUPPORTED_DEEPSPEED)
     for hook in HOOKS:
@@ -69,7 +69,7 @@ SPARSE = ["handover", "universal checkpoints", "step", "before update", "held up
 @pytest.mark.parametrize(
     ("stage", "precision", "method", "names"),
     [
-        (0, "fp32", "dense", ["plain step", "powers of beta", "handover", "universal checkpoints"]),
+        (0, "fp32", "dense", ["plain step", "powers of beta", "handover", "universal checkpoints", "earlier saves"]),
         (0, "fp16", "mst", ["plain loss", "powers of beta", *SPARSE]),
         (2, "bf16", "mst", ["powers of beta", *SPARSE]),
     ],

@@ -29,6 +29,20 @@ def test_too_little_memory_is_one_line(said):
     assert line.startswith("out of memory: reduce train_micro_batch") and len(line.splitlines()) == 1
 
 
+@pytest.mark.parametrize("words", [["--help"], ["flops", "gpt2_small"]])
+def test_output_that_nobody_takes_ends_with_a_documented_code(words):
+    """A reader that has exited, and a full disk; Python's own code would be 120."""
+    environment = {**tiny_run.environment()}
+    environment.pop("PYTHONUNBUFFERED", None)
+    command = [sys.executable, "-m", "mst_scale", *words]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
+    process.stdout.close()
+    assert (process.stderr.read(), process.wait()) == ("", 1)
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, env=environment, check=False)
+    assert done.returncode == 1 and len(done.stderr.splitlines()) == 1 and "No space left" in done.stderr
+
+
 @pytest.mark.parametrize("verb", cli.VERBS)
 def test_every_verb_has_help_with_an_example(verb, capsys):
     with pytest.raises(SystemExit) as left:

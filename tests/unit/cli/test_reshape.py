@@ -5,6 +5,7 @@ import json
 import pytest
 
 from mst_scale.checkpoints import reshape as module
+from mst_scale.checkpoints import store
 from mst_scale.cli import main
 from tests.ranks.checkpoints.test_mask_files import whole
 from tests.ranks.checkpoints.test_mask_report import sealed
@@ -32,6 +33,15 @@ def test_what_is_said(folder, capsys):
 def test_deepspeed_finds_the_copy_without_a_tag(folder, tmp_path):
     assert main(["reshape", str(folder), str(tmp_path / "copies" / "forty")]) == 0
     assert (tmp_path / "copies" / "latest_universal").read_text() == "forty"
+
+
+def test_a_checkpoint_of_another_loop_keeps_the_configuration_of_its_model(folder, tmp_path):
+    other = folder.rename(tmp_path / "pytorch_model")
+    (tmp_path / "latest").write_text("pytorch_model")
+    (other / "transformers_config.json").write_text("{}")
+    assert main(["reshape", str(tmp_path), str(tmp_path / "out")]) == 0
+    assert store.locate(tmp_path / "out") == tmp_path / "out" / "checkpoints" / "pytorch_model"
+    assert (tmp_path / "out" / "checkpoints" / "pytorch_model" / "transformers_config.json").read_text() == "{}"
 
 
 def test_bad_input_is_one_line_and_exit_2(folder, tmp_path, capsys):

@@ -6,7 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 
+import mst_scale
 from mst_scale.compact_files.export import export_compact
 from mst_scale.compact_files.layout import open_compact
 from mst_scale.compact_files.weights import open_weights
@@ -56,6 +58,39 @@ def test_a_folder_of_transformers_is_a_source(tmp_path: Path):
     file, name = open_compact(tmp_path / "out"), "blocks.1.attention.qkv.weight"
     assert torch.equal(file.read(name), dict(model.named_parameters())[name])
     assert file.about["tokenizer"] == "byte"
+
+
+def test_an_export_that_was_trained_further_has_the_biases_that_it_has_learned(tmp_path: Path):
+    text_run(tmp_path / "run")
+    export(tmp_path / "run", tmp_path / "hugging")
+    file = tmp_path / "hugging" / "model.safetensors"
+    state = load_file(file)
+    assert not open_weights(tmp_path / "hugging").config.bias
+    state["transformer.h.0.ln_1.bias"][3] = 0.5
+    save_file(state, file)
+    found = open_weights(tmp_path / "hugging")
+    assert found.config.bias and found.read("blocks.0.ln_1.bias")[3] == 0.5
+
+
+def test_the_tokenizer_of_a_folder_comes_along(tmp_path: Path):
+    """Where its config names none, as after training with transformers."""
+    text_run(tmp_path / "run")
+    export(tmp_path / "run", tmp_path / "hugging")
+    config = json.loads((tmp_path / "hugging" / "config.json").read_text())
+    del config["mst_scale"]["tokenizer"]
+    (tmp_path / "hugging" / "config.json").write_text(json.dumps(config))
+    assert export_compact(tmp_path / "hugging", tmp_path / "out").tokenizer == "the model's own"
+    texts = {mst_scale.generate(tmp_path / name, "to be", tokens=5, temperature=0).text for name in ("hugging", "out")}
+    assert len(texts) == 1
+
+
+def test_a_name_that_differs_is_damage(tmp_path: Path):
+    text_run(tmp_path / "run")
+    export_compact(tmp_path / "run", tmp_path / "out")
+    file = tmp_path / "out" / "model.safetensors"
+    file.write_bytes(file.read_bytes().replace(b"blocks.0.ln_1.weight", b"blocks.0.ln_9.weight", 1))
+    with pytest.raises(UserError, match="is damaged"):
+        open_weights(tmp_path / "out")
 
 
 def test_bad_arguments_are_errors_of_the_user(tmp_path: Path):

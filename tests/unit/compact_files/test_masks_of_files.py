@@ -9,6 +9,7 @@ from safetensors.torch import save_file
 
 from mst_scale import tensor_files
 from mst_scale.checkpoints import open_masks
+from mst_scale.comm import Damaged
 from mst_scale.compact_files import layout
 from mst_scale.generation.sparse_matrix import DenseMatrix
 
@@ -32,10 +33,17 @@ def test_the_masks_of_a_compact_file(compact):
 def test_a_checkpoint_comes_before_the_zeros_of_weights_beside_it(tmp_path, monkeypatch):
     save_file({"a.weight": torch.zeros(2, 2)}, tmp_path / "model.safetensors")
     assert [name for name, _ in open_masks.of_source(tmp_path)] == ["a.weight"]
-    (tmp_path / "latest").write_text("global_step4")
+    (tmp_path / "checkpoint-4" / "global_step4" / "mst").mkdir(parents=True)
+    (tmp_path / "checkpoint-4" / "latest").write_text("global_step4")  # as Trainer writes them
     monkeypatch.setattr(open_masks, "_of_checkpoint", lambda checkpoint: [(checkpoint.name, None)])
-    monkeypatch.setattr(open_masks.store, "locate", lambda path: path / "global_step4")
     assert open_masks.of_source(tmp_path) == [("global_step4", None)]
+
+
+def test_a_truncated_folder_of_transformers_is_damaged(tmp_path):
+    save_file({"a.weight": torch.zeros(20, 20)}, tmp_path / "model.safetensors")
+    os.truncate(tmp_path / "model.safetensors", 900)
+    with pytest.raises(Damaged, match=r"model\.safetensors"):
+        list(open_masks.of_source(tmp_path))
 
 
 def test_others_may_read_mask_files(tmp_path):

@@ -96,7 +96,7 @@ def test_an_invalid_value_is_rejected_with_its_key_and_range(key, value, usable)
 
 
 EXCLUDED = [
-    ("mst.dead_units.mask_share", 0), ("mst.dead_units.mask_share", 1), ("mst.sparsity.max", 1),
+    ("model.mask_share", 0), ("model.mask_share", 1), ("mst.sparsity.max", 1),
     ("mst.sparsity.sparse_tokens", 0), ("mst.options.floor", 0),
 ]  # fmt: skip
 

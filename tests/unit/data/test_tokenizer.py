@@ -30,6 +30,13 @@ def test_byte_is_utf8_and_an_end():
     assert byte.decode([97, 0xC3, 0xA9, 256]) == "aé"
 
 
+def test_an_id_in_a_gap_is_an_unknown_character(monkeypatch):
+    ranks = {bytes([byte]): byte for byte in range(256)}
+    gaps = tiktoken.Encoding("gaps", pat_str=".", mergeable_ranks=ranks, special_tokens={"<|endoftext|>": 300})
+    monkeypatch.setattr(tok, "_encoding_by_name", lambda name: gaps)
+    assert load_tokenizer("gaps").decode([97, 280, 98, 300]) == "a\ufffdb"
+
+
 def test_rank_file_merges_by_rank_and_splits_like_gpt2(tmp_path: Path):
     bpe = load_tokenizer(str(rank_file(tmp_path / "small.tiktoken")))
     assert (bpe.vocab_size, bpe.end_of_text) == (END + 1, END)

@@ -49,6 +49,19 @@ def test_greedy_text_is_that_of_the_computation_without_a_cache(run: Path, tmp_p
     assert done.text == load_tokenizer("byte").decode(expected) and done.tokens == len(expected)
 
 
+def test_a_prompt_may_have_several_lines_and_the_default_dtype_and_device_do_not_matter(run: Path, capsys):
+    words = ["generate", str(run), "--prompt", "to be\n\tor", "--tokens", "5", "--temperature", "0", "--json"]
+    assert cli.main(words) == 0
+    text = json.loads(capsys.readouterr().out)["text"]
+    torch.set_default_dtype(torch.bfloat16)
+    torch.set_default_device("meta")
+    try:
+        assert mst_scale.generate(run, "to be\n\tor", tokens=5, temperature=0).text == text
+    finally:
+        torch.set_default_dtype(torch.float32)
+        torch.set_default_device(None)
+
+
 def test_every_form_of_a_model_gives_the_same_text(run: Path, tmp_path: Path):
     export(run, tmp_path / "hugging")
     export_compact(run, tmp_path / "compact")
