@@ -68,8 +68,8 @@ NEEDS_OPERATOR = "disk full"  # plain DeepSpeed
 BACK = {"rank killed": 0.5, "rank frozen": 0.5, "node lost": 0.5, "newest damaged": 1.5, "divergence": 0.5}
 STARTING = 2  # saves of a job while the process that writes is started
 CALIBRATION = 15  # steps between saves of the job without faults
-MODEL = {"n_layer": 4, "n_head": 4, "n_embd": 256, "seq_length": 64, "vocab_size": 16384}
-MICRO, TOKENS, RATE = 2, 200_000, 3e7
+MODEL = {"n_layer": 4, "n_head": 4, "n_embd": 256, "seq_length": 32, "vocab_size": 16384}
+MICRO, TOKENS, RATE = 1, 200_000, 3e7
 BASELINE = "plain DeepSpeed with torchrun"
 
 
