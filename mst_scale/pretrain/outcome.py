@@ -28,7 +28,7 @@ def folder_of(argv: Sequence[str]) -> Path | None:
     try:
         with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
             args = parse_arguments(list(argv))
-            return output_folder(args, read_experiment(args))
+            return Path(args.out) if args.out else output_folder(args, read_experiment(args))
     except (SystemExit, Exception):
         return None
     finally:
