@@ -29,7 +29,7 @@ def test_too_little_memory_is_one_line(said):
     assert line.startswith("out of memory: reduce train_micro_batch") and len(line.splitlines()) == 1
 
 
-@pytest.mark.parametrize("words", [["--help"], ["flops", "gpt2_small"]])
+@pytest.mark.parametrize("words", [["--help"], ["flops", "--config", "gpt2_small"]])
 def test_output_that_nobody_takes_ends_with_a_documented_code(words):
     """A reader that has exited, and a full disk; Python's own code would be 120."""
     environment = {**tiny_run.environment()}

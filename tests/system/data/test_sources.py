@@ -350,7 +350,7 @@ except ConnectionError as error:
     lines = done.stderr.strip().splitlines()
     assert len(lines) == 1, done.stderr
     assert lines[0].startswith(
-        "['nobody/nothing' is no file or folder here, and the Hugging Face hub cannot be reached"
+        "['nobody/nothing' does not exist here, and the Hugging Face hub cannot be reached"
     )
     assert "copy the data set here" in lines[0]
     assert not (tmp_path / "out").exists()
