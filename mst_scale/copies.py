@@ -51,7 +51,7 @@ def remove_outdated(checkpoint: Path, keep: Collection[str] = ()) -> None:
         keep: names of files that stay.
     """
     shutil.rmtree(checkpoint / COPY, ignore_errors=True)
-    for pattern in ("*_states.pt", "mst/*"):
+    for pattern in ("*_states.pt", "mst/*", "transformers_config.json"):
         for path in checkpoint.glob(pattern):
             if str(path.relative_to(checkpoint)) not in keep:
                 with contextlib.suppress(OSError):  # then the save itself fails, on all ranks

@@ -63,7 +63,7 @@ class KeptCopies:
     start: int
     """How often the run was started again."""
     began: str
-    """When this start began, as run.json says."""
+    """When the run was first started, as run.json says."""
     ring: Ring | None
     """None if there is one host."""
     newest: str | None = None

@@ -37,7 +37,7 @@ class Copy(NamedTuple):
     start: int
     """How often the run had been started again when it was made."""
     began: str
-    """When that start began, as run.json says."""
+    """When the run was first started, as run.json says: its folder may have become that of another run."""
     name: str
     """Made up for each copy, so that parts of two copies of one step are never mixed."""
     ranks: int

@@ -109,9 +109,12 @@ def main(argv: list[str] | None = None) -> int:
     try:
         try:
             args = parser().parse_args(argv)
-            return int(args.run(args))
-        finally:
-            sys.stdout.flush()
+            code = int(args.run(args))
+        except SystemExit:  # after --help
+            _flush()
+            raise
+        _flush()
+        return code
     except KeyboardInterrupt:
         return _fail("stopped", 1)
     except BrokenPipeError:  # the reader (head, less) has exited
@@ -127,9 +130,14 @@ def main(argv: list[str] | None = None) -> int:
         return _fail(comm.one_line(error), comm.exit_code(error))
 
 
+def _flush() -> None:
+    if sys.stdout is not None:  # None if the command was started with a closed stdout
+        sys.stdout.flush()
+
+
 def _discard_output() -> None:
     """Write what is left of stdout nowhere: Python would try again at its end, and exit with code 120."""
-    with contextlib.suppress(OSError):
+    with contextlib.suppress(OSError, AttributeError):
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 

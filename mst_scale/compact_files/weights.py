@@ -91,7 +91,7 @@ def open_weights(path: Path, config: Path | None = None, *, causal: bool = True)
         raise UserError(f"{path} is not a compact file of mst_scale: name one, or the folder of a run or a checkpoint")
     elif not path.exists():
         raise UserError(f"there is no {path}: name a run, a checkpoint, or what mst export has written")
-    elif model_config.is_transformers(path / "config.json") and store.of_other_loops(path) is None:
+    elif model_config.is_transformers(path / "config.json") and not (path / "latest").is_file():
         found = _of_gpt2(path)
     elif (other := _transformers_of(path, config)) is not None:
         raise UserError(

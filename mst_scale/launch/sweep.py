@@ -103,11 +103,12 @@ def _check_rest(arguments: list[str]) -> None:
 def _is_finished(folder: Path, words: list[str]) -> bool:
     """Return whether the run in a folder was finished by the command that ends in these words."""
 
-    def stated(start: dict[str, Any]) -> list[str]:
-        return [word for word in start.get("command", []) if word != FLAG]  # the launcher puts it after CONFIG
+    def without_flag(command: list[str]) -> list[str]:  # which the launcher itself puts after CONFIG
+        return [word for word in command if word != FLAG]
 
-    starts = run_file.read(folder / "run.json").get("starts", [])
-    return any(start.get("how") == FINISHED and stated(start)[-len(words) :] == words for start in starts)
+    starts, wanted = run_file.read(folder / "run.json").get("starts", []), without_flag(words)
+    commands = [without_flag(start.get("command", [])) for start in starts if start.get("how") == FINISHED]
+    return any(command[-len(wanted) :] == wanted for command in commands)
 
 
 def _print_table(out: Path, methods: list[str], seeds: list[str]) -> None:

@@ -94,14 +94,13 @@ def _why_not(out: Path, copies: dict[Copy, dict[int, list[str]]], verified: int 
     """
     starts = run_file.read(out / "run.json").get("starts", [])
     diverged = bool(starts) and starts[-1].get("how") in DIVERGED
-    began = {start.get("time") for start in starts}
     reasons = {}
     for copy, parts in copies.items():
         missing = [rank for rank in range(copy.ranks) if rank not in parts]
         if copy.start < run_file.restarts(starts):
             reasons[copy] = "it was made before the last start of the run"
-        elif starts and copy.began not in began:
-            reasons[copy] = "run.json does not list its start: this is another run, or an older state of it"
+        elif starts and copy.began != starts[0].get("time"):
+            reasons[copy] = "it is of another run, which was in this folder before"
         elif diverged:
             reasons[copy] = "the run diverged soon after it"
         elif verified is not None and copy.step > verified:

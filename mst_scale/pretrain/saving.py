@@ -226,8 +226,8 @@ class _Memory:
 
 
 def _number_and_time(file: RunFile | None) -> tuple[int, str]:
-    """Return how often a run was started again, and when this start began."""
-    return (0, "") if file is None else (file.restarts, str(file.starts[-1]["time"]))
+    """Return how often a run was started again, and when it was first started."""
+    return (0, "") if file is None else (file.restarts, str(file.starts[0]["time"]))
 
 
 def _background_saves(engine: Any, ranks: Ranks, training: TrainingConfig) -> BackgroundSaves | None:

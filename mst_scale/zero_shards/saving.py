@@ -277,7 +277,8 @@ def fit_universal_checkpoints(engine: Any) -> None:
         load_dir, tag = others.pop("load_dir"), others.pop("tag", None)
         if tag is None:
             tag = tag_in(Path(load_dir) / "latest_universal")
-        of_weights = {"load_optimizer_states": False} if stage == 0 else {}  # ZeRO's come later, and from elsewhere
+        # states come later, and from elsewhere; at stage 3 DeepSpeed would read `latest` for weights without states
+        of_weights = {"load_optimizer_states": stage != 0}
         path, state = engine._load_checkpoint(load_dir, tag, **{**others, **of_weights})
         if path is not None:
             source = UniversalCheckpoint(Path(load_dir) / tag, state.pop("mst_buffers", {}))
@@ -307,5 +308,9 @@ def _name_parameters(engine: Any) -> None:
     groups = base_optimizer(engine).param_groups
     parameters = getattr(engine.optimizer, "fp16_groups", None) or [group["params"] for group in groups]
     for group, mine in zip(groups, parameters, strict=True):
-        # a client's optimizer may also train what is not in the model, such as a learned weight of the loss
-        group["param_names"] = [names.get(id(p), f"outside the model, {n}") for n, p in enumerate(mine)]
+        if any(id(p) not in names for p in mine):
+            raise UserError(
+                "the optimizer trains a tensor that is not a parameter of the model, such as a learned weight of the "
+                "loss: make it a parameter of the model, because checkpoints are read by the names of parameters"
+            )
+        group["param_names"] = [names[id(p)] for p in mine]

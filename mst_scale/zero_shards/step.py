@@ -93,7 +93,12 @@ def watch_losses(engine: Any, see: Callable[[torch.Tensor, bool], None]) -> None
 
 
 def on_zero_grad(engine: Any, call: Callable[[], None]) -> None:
-    """Call `call` whenever gradients are discarded: by the loop, which leaves out a batch, or after each step."""
+    """Call `call` whenever gradients are discarded: by the loop, which leaves out a batch, or in each step.
+
+    With several micro-batches per step it is never called: there DeepSpeed keeps gradients, depending on the stage.
+    """
+    if engine.gradient_accumulation_steps() > 1:
+        return
     for owner in (engine, engine.optimizer):
         inner = owner.zero_grad
 

@@ -34,6 +34,26 @@ def test_a_batch_that_is_left_out_moves_no_masks(stage):
     assert differences(compact, dense) == []
 
 
+def zeroing(rank, world, config, steps):
+    engine, found = started(config), []
+    for step in range(steps):
+        for k in range(2):
+            engine.zero_grad()
+            engine.backward(engine(*toy_batch(step, k)))
+            engine.step()
+        found.append({**looked_at(engine, world), "moved": engine.mst.changed_at})
+    return found
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_gradients_that_deepspeed_keeps_count(stage):
+    """With accumulation, `engine.zero_grad` does not discard the micro-batches before."""
+    configs = [constant_config(stage, 1, kind, policy="rigl", accumulation=2) for kind in ("auto", "off")]
+    compact, dense = (pool.run(zeroing, 1, config, 7)[0] for config in configs)
+    assert compact[-1]["moved"] == 6
+    assert differences(compact, dense) == []
+
+
 # --- weights without states ---
 
 

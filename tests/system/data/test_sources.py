@@ -349,9 +349,7 @@ except ConnectionError as error:
     done = subprocess.run([sys.executable, "-c", script], env=env, capture_output=True, text=True, check=False)
     lines = done.stderr.strip().splitlines()
     assert len(lines) == 1, done.stderr
-    assert lines[0].startswith(
-        "['nobody/nothing' does not exist here, and the Hugging Face hub cannot be reached"
-    )
+    assert lines[0].startswith("['nobody/nothing' does not exist here, and the Hugging Face hub cannot be reached")
     assert "copy the data set here" in lines[0]
     assert not (tmp_path / "out").exists()
 

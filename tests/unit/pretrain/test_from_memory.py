@@ -31,7 +31,7 @@ def test_why_a_copy_is_not_used(tmp_path):
     assert reasons(tmp_path, whole, {}, {}) == {}
     assert reasons(tmp_path, whole) == {}, "a run.json that was lost says nothing against a copy"
     assert set(reasons(tmp_path, whole, {}, {}, {})) == {OLD, NEW}, "made by a start before the last one"
-    others = [{"time": "another"}, {"time": "run"}]
+    others = [{"time": "another run"}, {}]
     assert set(reasons(tmp_path, whole, *others)) == {OLD, NEW}, "another run was moved to this folder"
     change = {"how": STORAGE}
     assert reasons(tmp_path, whole, {}, change, change, {}) == {}, "changes of storage are no starts of their own"
