@@ -60,6 +60,7 @@ STOPPING_SECONDS = 30.0  # the same in seconds, once the run was asked to stop
 BEATS = 10  # heartbeats within the allowed silence …
 BEAT_SECONDS = 5.0  # … and at least one every 5 s
 KEEP_ALIVE = (("TCP_KEEPIDLE", 10), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 6))  # 10 + 6 · 5 = 40 s
+NAMED_BY_ANOTHER = 2.0  # s before a frozen rank 0 is killed by a rank that does not name it
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 ADVICE = "; the same command continues from the latest complete checkpoint"
 
@@ -378,8 +379,11 @@ class Watch:
             if not self._joined():
                 sys.exit()  # ends this thread only: no rank waits for the lost one any more
             assert self.ranks is not None and self.lost is not None
-            if self.ranks.first or (self.lost.startswith("rank 0 ") and self.ranks.local_rank <= 1):
+            lost_first = self.lost.startswith("rank 0 ")
+            if self.ranks.first or (lost_first and self.ranks.local_rank <= 1):
                 print(f"\nmst_scale: {self.lost}. The other ranks exit now{self.advice}", file=sys.stderr, flush=True)
+            elif lost_first:
+                time.sleep(NAMED_BY_ANOTHER)  # which must notice its silence, and not that this rank has killed it
             _kill_siblings(self.lost.replace("rank 0 ", f"rank 0 {self.first} ", 1))
             os._exit(1)
 
