@@ -383,5 +383,5 @@ def with_reentrant_checkpoints(rank, world):
     return verification.verified, verification.recomputation
 
 
-def test_reentrant_checkpointing_leaves_out_the_second_computation(caplog):
+def test_reentrant_checkpointing_leaves_out_the_second_computation():
     assert pool.run(with_reentrant_checkpoints, 1) == [(3, None)]

@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
+from mst_scale.benchmarks.goodput_parts.broken_weight import disturb_after_import
 
 from mst_scale.run_logging.run_file import CORRUPTED
 from tests.support import pool, tiny_run
@@ -123,33 +124,16 @@ def test_a_rank_that_fails_again_is_left_out(tmp_path):
 
 # what Python imports at its start: in rank 1, a bit flips after every eighth step
 FLIPS = """
-import importlib.abc, importlib.util, os, sys
-
-NAME = "mst_scale.pretrain.training_loop"
-
-class Finder(importlib.abc.MetaPathFinder):
-    def find_spec(self, name, path, target=None):
-        if name != NAME:
-            return None
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(name)
-        plain = spec.loader.exec_module
-        spec.loader.exec_module = lambda module: (plain(module), disturb(module.Run))
-        return spec
-
-def disturb(run):
+def disturb(module):
     import torch
     from mst_scale import zero_shards
-    inner = run.advance
+    run, inner = module.Run, module.Run.advance
     def advance(self):
         inner(self)
-        if self.step % 8 == 0:
+        if self.step % 8 == 0 and os.environ["RANK"] == "1":
             value = next(v.tensor for v in zero_shards.held_values(self.engine) if "exp_avg of" in v.name)
             value.data.view(-1).view(torch.uint8)[9] ^= 8
     run.advance = advance
-
-if os.environ.get("RANK") == "1":
-    sys.meta_path.insert(0, Finder())
 """
 
 
@@ -157,7 +141,7 @@ def test_a_place_that_computes_wrong_values_again_is_left_out(tmp_path):
     """Verification names rank 1 of two in two starts, and the run finishes with one."""
     out, site = tmp_path / "out", tmp_path / "site"
     site.mkdir()
-    (site / "sitecustomize.py").write_text(FLIPS)
+    disturb_after_import(site, "mst_scale.pretrain.training_loop", FLIPS)
     made = config(tmp_path, steps=12)
     words = ["--elastic", "1:2", str(made), "--out", str(out)]
     for key, value in {"verify_every": 4, "save_every": 4, "keep_checkpoints": 3}.items():
