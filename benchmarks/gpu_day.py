@@ -1,6 +1,6 @@
 """Tests and measures this project on a GPU, in three commands of at most three minutes each.
 
-    mst bench gpu_day --group correctness --out DIR      two minutes: correctness
+    mst bench gpu_day --group correctness --out DIR      three minutes: correctness
     mst bench gpu_day --group steps --out DIR            three minutes: the time of a whole training step
     mst bench gpu_day --group layers --out DIR           three minutes: layers, attention, optimizer, memory
     python -m benchmarks.gpu_day --group …               the same, in a clone

@@ -7,7 +7,7 @@ from .part import Case, Part, Where
 __all__ = ["GROUPS", "PARTS", "Case", "Part", "Where"]
 
 # What one command runs, and its minutes.
-GROUPS = {"correctness": 2.0, "steps": 3.0, "layers": 3.0}
+GROUPS = {"correctness": 3.0, "steps": 3.0, "layers": 3.0}
 
 PARTS = {
     part.name: part
@@ -19,14 +19,14 @@ PARTS = {
             "compact",
             "correctness",
             "do compact runs have the bits of masked ones?",
-            1,
-            60,
-            0.1,
+            2,
+            90,
+            0.06,
             f"{__name__}.compact",
-            6,
+            10,
         ),
         Part("step", "steps", "how fast is a whole step?", 3, 120, 1.0, f"{__name__}.speed"),
-        Part("density", "steps", "what does a step of compact weights take?", 3, 90, 1.0, f"{__name__}.compact"),
+        Part("density", "steps", "what does a step of compact weights take?", 4, 90, 1.0, f"{__name__}.compact"),
         Part("linear", "layers", "how fast are block linear layers?", 1.2, 45, 0.5, f"{__name__}.speed"),
         Part("attention", "layers", "how fast is sparse attention?", 1, 45, 0.5, f"{__name__}.speed"),
         Part("optimizer", "layers", "how fast is Adam on active weights alone?", 0.5, 30, 0.5, f"{__name__}.speed"),

@@ -19,7 +19,6 @@ from typing import Any
 
 from mst_scale.comm import ParallelDims
 from mst_scale.config.blocks import Experiment
-from mst_scale.config.deepspeed import precision_of
 from mst_scale.config.parallel import sizes_of
 
 ADAM = ("adam", "adamw")
@@ -51,7 +50,6 @@ def why_method_not_compact(experiment: Experiment) -> str | None:
         f"policy {topology.policy} reads momentum of inactive weights": "momentum" in topology.chosen.reads,
         f"mst.compute.backend {mst.compute.backend} reads a matrix": mst.compute.backend == "block",
         "mst.topology.rezero needs them": topology.rezero,
-        "it is not tested in fp16": precision_of(config) == "fp16",
         "the optimizer is not the config's Adam or AdamW": kind not in ADAM,
     }
     return next((reason for reason, applies in cases.items() if applies), None)

@@ -24,7 +24,7 @@ from mst_scale.comm.exchange import Exchange, Stages
 from mst_scale.config import Experiment
 from mst_scale.config.compact import why_not_compact
 from mst_scale.config.deepspeed import precision_of
-from mst_scale.engine.compact_linear import compact_embedding, compact_linear
+from mst_scale.engine.compact_linear import compact_embedding, compact_linear, compute_with
 from mst_scale.engine.initial_masks import GivenMasks, depends_on_weights
 from mst_scale.engine.targets import choose_targets
 from mst_scale.errors import UserError
@@ -41,6 +41,7 @@ FUSED = (
     nn.MultiheadAttention,
 )  # in evaluation they pass weights of their layers to kernels
 
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 REPLICATED = "ds_pipe_replicated"  # of a parameter that DeepSpeed's norms count on another stage
 
 
@@ -222,7 +223,7 @@ class _FirstPositions:
         """Whether the masks are those that the engine loads next, so that any positions do until then."""
         self.how = mst.sparsity.initial
         self.reads = not self.later and depends_on_weights(self.how, mst.masks)
-        self.dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[precision_of(experiment.deepspeed)]
+        self.dtype = DTYPES[precision_of(experiment.deepspeed)]
         sparsity = max(experiment.sparsities)
         self.counts = dict(
             zip(shapes, active_counts(list(shapes.values()), sparsity, mst.sparsity.distribution), strict=True)
@@ -256,15 +257,14 @@ def _take_first_ranks(weight: torch.Tensor, replicas: Any) -> None:
 
 def _compute_with(module: nn.Module, index: CompactIndex) -> None:
     """Let a module compute with the values that its parameter stores from now on."""
-    forward = _embedding if isinstance(module, nn.Embedding) else _linear
     index.across = index.across or type(module) in _stored_across()
-    module.forward = functools.wraps(type(module).forward)(functools.partial(forward, module, index))  # type: ignore
+    if isinstance(module, nn.Embedding):
+        forward = functools.partial(_embedding, module, index)
+        module.forward = functools.wraps(type(module).forward)(forward)  # type: ignore[method-assign]
+    else:
+        compute_with(module, index)
     module._register_state_dict_hook(functools.partial(_save_matrix, index=index))
     module._register_load_state_dict_pre_hook(functools.partial(_load_matrix, index=index))
-
-
-def _linear(module: Any, index: CompactIndex, x: torch.Tensor) -> torch.Tensor:
-    return compact_linear(x, module.weight, index, index.shape, module.bias)
 
 
 def _embedding(module: nn.Embedding, index: CompactIndex, tokens: torch.Tensor) -> torch.Tensor:

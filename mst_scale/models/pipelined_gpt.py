@@ -90,7 +90,7 @@ class PipelinedGPT(PipelineModule):
         """
         if self.config.tied_head:
             return dict(self.tied_modules.items()).get("wte")
-        return next((module for module in self.children() if type(module) is nn.Linear), None)
+        return next((module for module in self.children() if isinstance(module, nn.Linear)), None)
 
     def whole_model(self) -> GPT:
         """Return the GPT of which this is a stage, without values."""

@@ -18,7 +18,7 @@ their gradient is K numbers as well. A `CompactIndex` says where they stand. It 
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -103,6 +103,10 @@ class CompactIndex:
         """(rows, columns)."""
         return self.rows, self.columns
 
+    def on(self, device: torch.device) -> Tensor:
+        """Return the positions of the values, which are on this device."""
+        return self.where
+
     @property
     def outputs(self) -> int:
         """The number of outputs of the layer."""
@@ -146,9 +150,13 @@ def compact_linear(
     Raises:
         UserError: if shapes, dtypes or devices do not fit each other, or under transforms of torch.func.
     """
-    check_not_transformed("a compact layer", TO_DENSE, x, values, bias)
+    traced = torch.compiler.is_compiling() and index.backend == "dense" and dense_gradient is None
+    if not traced:
+        check_not_transformed("a compact layer", TO_DENSE, x, values, bias)
     x, values, bias = under_autocast(x), under_autocast(values), None if bias is None else under_autocast(bias)
     _check(x, values, index, bias)
+    if traced:
+        return cast(Tensor, _Traced.apply(x, values, bias, index.on(x.device), (*index.shape, index.across)))
     leave_graph("a compact layer", TO_DENSE)
     if index.backend == "dense":
         y: Tensor = outside_graphs(_Expanded, x, values, bias, (index, dense_gradient))
@@ -222,6 +230,51 @@ class _Expanded(torch.autograd.Function):
         if wants_bias:
             dbias = flat.sum(0)
         return dx, dvalues, dbias, None
+
+
+class _Traced(torch.autograd.Function):
+    """`_Expanded` in the graph of torch.compile, once differentiable. The index is given by its parts."""
+
+    @staticmethod
+    def forward(ctx: Any, *inputs: Any) -> Tensor:
+        x, values, bias, positions, how = inputs
+        ctx.save_for_backward(x, values, positions)
+        *ctx.shape, ctx.across = how
+        return _dense_product(x, expand(values, positions, *ctx.shape, backward=False), bias, ctx.across)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (x, values, positions), dy = ctx.saved_tensors, grads[0]
+        wants_x, wants_values, wants_bias = ctx.needs_input_grad[:3]
+        flat_x, flat = x.reshape(-1, x.shape[-1]), dy.reshape(-1, dy.shape[-1])
+        dx = dvalues = None
+        if wants_x:
+            matrix = expand(values, positions, *ctx.shape, backward=True)
+            dx = (flat @ (matrix.T if ctx.across else matrix)).view(x.shape)
+        if wants_values:
+            gradient = flat_x.T @ flat if ctx.across else flat.T @ flat_x
+            dvalues = gradient.reshape(-1).index_select(0, positions)
+        return dx, dvalues, flat.sum(0) if wants_bias else None, None, None
+
+
+@torch.library.custom_op("mst_scale::expand", mutates_args=())
+def expand(values: Tensor, positions: Tensor, rows: int, columns: int, *, backward: bool) -> Tensor:
+    """Return the matrix of these values, as one node of torch.compile's graphs.
+
+    Args:
+        values: of the active weights.
+        positions: where they stand in the flattened matrix.
+        rows: of the matrix.
+        columns: of the matrix.
+        backward: whether the backward pass asks. torch.compile computes equal nodes once, and would keep the matrix of
+            every layer from its forward to its backward pass.
+    """
+    return values.new_zeros(rows * columns).scatter_(0, positions.long(), values).view(rows, columns)
+
+
+@expand.register_fake
+def _(values: Tensor, positions: Tensor, rows: int, columns: int, *, backward: bool) -> Tensor:
+    return values.new_empty(rows, columns)
 
 
 def _dense_product(x: Tensor, matrix: Tensor, bias: Tensor | None, across: bool) -> Tensor:

@@ -31,7 +31,9 @@ class Index(Protocol):
 def under_autocast(tensor: torch.Tensor) -> torch.Tensor:
     """Return the tensor in the dtype to which autocast casts the arguments of `F.linear`."""
     device = tensor.device.type
-    if not torch.amp.is_autocast_available(device) or not torch.is_autocast_enabled(device):
+    # torch 2.11 cannot trace this question
+    available = torch.compiler.is_compiling() or torch.amp.is_autocast_available(device)
+    if not available or not torch.is_autocast_enabled(device):
         return tensor
     eligible = tensor.is_floating_point() and tensor.dtype != torch.float64
     return tensor.to(torch.get_autocast_dtype(device)) if eligible else tensor

@@ -263,8 +263,8 @@ def norm_in_float64(engine: Any) -> None:
         assert norm_type == 2, "DeepSpeed clips by the L2 norm"
         found = (g for g in gradients if not getattr(g, "_zero_padding", False))
         own = [g for g, p in zip(found, parameters, strict=False) if not getattr(p, "ds_pipe_replicated", False)]
-        mine = [g.data.double().square().sum() for g in own]
-        total = torch.stack(mine).sum() if mine else torch.zeros((), dtype=torch.float64, device=device)
+        norms = torch._foreach_norm([g.data for g in own], 2, torch.float64) if own else ()
+        total = torch.stack(norms).square().sum() if own else torch.zeros((), dtype=torch.float64, device=device)
         ds_comm.all_reduce(total, group=zero.dp_process_group)
         zero._model_parallel_all_reduce(total, op=ds_comm.ReduceOp.SUM)
         norm = total.sqrt().float()

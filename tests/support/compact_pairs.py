@@ -59,7 +59,11 @@ def looked_at(engine: Any, world: int) -> dict[str, Any]:
 
 def course(rank: int, world: int, config: dict[str, Any], steps: int, accumulation: int = 1) -> list[dict[str, Any]]:
     """What holds after every step."""
-    engine = started(config)
+    return course_of(started(config), rank, world, steps, accumulation)
+
+
+def course_of(engine: Any, rank: int, world: int, steps: int, accumulation: int = 1) -> list[dict[str, Any]]:
+    """The same of an engine at its start."""
     found = []
     for k in range(steps):
         losses = train(engine, rank, world, 1, accumulation=accumulation, first=k)

@@ -8,21 +8,22 @@ import pytest
 import torch
 from deepspeed import comm as ds_comm
 from torch import nn
+from torch._dynamo.utils import counters
 
 import mst_scale
 from mst_scale import zero_shards
 from mst_scale.checkpoints import open_masks
-from mst_scale.config import load
+from mst_scale.config import ModelConfig, load
 from mst_scale.engine import compact_linear
 from mst_scale.engine.compaction import make_compact
 from mst_scale.errors import UserError
 from mst_scale.models import GPT, build
 from mst_scale.plan.setting import held, setting_of
 from tests.support import cut_sequences, pool
-from tests.support.compact_pairs import constant_config, course, differences, looked_at, started
+from tests.support.compact_pairs import constant_config, course, course_of, differences, looked_at, started
 from tests.support.integrated import digests
 from tests.support.toy_engine import train
-from tests.support.toys import toy, toy_batch
+from tests.support.toys import allow_fp16, toy, toy_batch
 
 STEPS = 10  # with three topology steps
 
@@ -78,6 +79,53 @@ def test_bit_equal_without_regrowth_and_with_topology_steps_in_place_of_updates(
 @pytest.mark.parametrize(("stage", "policy"), [(0, "set"), (1, "set"), (2, "set"), (3, "rigl")])
 def test_bit_equal_with_accumulation(stage, policy):
     assert differences(*both(1, stage, accumulation=2, policy=policy)) == []
+
+
+def fp16_course(rank, world, config, *how):
+    allow_fp16()
+    config["fp16"] |= {"initial_scale_power": 20, "hysteresis": 1}
+    engine = started(config)
+    found = course_of(engine, rank, world, *how)
+    return found, engine.skipped_steps
+
+
+@pytest.mark.parametrize(("world", "stage", "policy"), [(1, 0, "set"), (2, 1, "rigl"), (2, 2, "mst"), (1, 3, "rigl")])
+def test_bit_equal_in_fp16_where_steps_overflow(world, stage, policy):
+    configs = [constant_config(stage, world, kind, policy=policy, precision="fp16") for kind in ("auto", "off")]
+    (compact, skipped), (dense, same) = (pool.run(fp16_course, world, config, STEPS)[0] for config in configs)
+    assert 0 < skipped == same < STEPS and compact[-1]["moved"] > 0
+    assert differences(compact, dense, tolerance=0 if world == 1 else 1e-4) == []
+
+
+def compiled_course(rank, world, kind):
+    """The losses and weights of a GPT, and how many graphs torch.compile made of its three blocks at first."""
+    torch._dynamo.reset()
+    counters.clear()
+    torch.manual_seed(0)
+    shape = ModelConfig(n_layer=3, n_head=2, n_embd=32, seq_length=16, vocab_size=64)
+    config = constant_config(2, world, "auto", policy="rigl")
+    config["mst"]["attention"] = {"pattern": "dense"}
+    engine = started(config, GPT(shape))
+    for block in engine.module.blocks if kind == "compiled" else ():
+        block.compile(backend="aot_eager")
+    generator, losses, graphs = torch.Generator().manual_seed(1), [], 0
+    for step in range(8):
+        tokens = torch.randint(shape.vocab_size, (8, shape.seq_length), generator=generator)
+        loss = engine(tokens, tokens)
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+        graphs = counters["stats"]["unique_graphs"] if step == 0 else graphs
+    return losses, looked_at(engine, world), graphs
+
+
+def test_bit_equal_with_compiled_blocks_which_share_one_graph():
+    """Topology steps, which read dense gradients, break the graph, and the next step uses it again."""
+    (losses, state, none), (same, compiled, graphs) = (
+        pool.run(compiled_course, 1, kind)[0] for kind in ("eager", "compiled")
+    )
+    assert losses == same and graphs == 1 and none == 0
+    assert all(torch.equal(value, compiled[key]) for key, value in state.items() if torch.is_tensor(value))
 
 
 @pytest.mark.parametrize(("stage", "precision"), [(0, "fp32"), (1, "fp32"), (3, "fp32"), (2, "bf16")])
@@ -412,7 +460,6 @@ WHY = [
     ({"mst.sparsity.variation": "sv"}, "the sparsity changes"),
     ({"mst.topology.policy": "snfs"}, "reads momentum"),
     ({"mst.topology.granularity": {"block": 4}}, "granularity is not element"),
-    ({"fp16": {"enabled": True}}, "fp16"),
     ({"optimizer": {"type": "SGD", "params": {"lr": 0.1}}}, "not the config's Adam"),
 ]
 

@@ -152,7 +152,10 @@ def test_less_communication_hides_behind_less_compute():
 @pytest.mark.parametrize("sizes", [{}, {"tensor": 4}, {"sequence": 2}, {"pipeline": 2}])
 @pytest.mark.parametrize("overrides", [(), BLOCKS])
 def test_only_blocks_take_time_off_the_products(sizes, overrides):
-    e, target = ready("gpt3_1.3b", *overrides), replace(machine("h100-80gb", 32), latency=Latency(kernel=0.0))
+    e, target = (
+        ready("gpt3_1.3b", "mst.compute.compact=off", *overrides),
+        replace(machine("h100-80gb", 32), latency=Latency(kernel=0.0)),
+    )
     s = replace(setting_of(e, 32), **sizes, micro=1)
     s = replace(s.at_stage(1) if s.pipeline > 1 else s, accumulation=512 // s.data)
     dense = step_seconds(e, s, target)

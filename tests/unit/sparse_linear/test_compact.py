@@ -195,6 +195,41 @@ def test_autocast_and_compile(backend):
     assert torch.equal(compiled(x, values, bias), 2 * compact_linear(x, values, index, bias))
 
 
+@pytest.mark.parametrize("across", [False, True])
+@pytest.mark.parametrize("biased", [True, False])
+def test_torch_compile_traces_a_layer_and_keeps_no_matrix(across, biased):
+    active, x, weight, bias, dy = case(40, 30, 16, 0.8)
+    weight[~active] = 0
+    stored, bias = active.T if across else active, bias if biased else None
+    index = CompactIndex.from_mask(stored, stored.shape, across=across)
+    kept = []
+
+    def layer(x, v, b):
+        return 2 * compact_linear(x, v, index, b)
+
+    compiled = torch.compile(layer, backend="aot_eager_decomp_partition", fullgraph=True)
+    values = (weight.T if across else weight)[stored]
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: (kept.append(t.numel()), t)[1], lambda t: t):
+        found = gradients(compiled, x, values, bias, dy)
+    for ours, eager in zip(found, gradients(layer, x, values, bias, dy), strict=True):
+        assert torch.equal(ours, eager)
+    assert kept and max(kept) < active.numel()
+
+
+def test_growth_by_gradient_breaks_the_graph_of_torch_compile():
+    active, x, weight, bias, _ = case(40, 30, 16, 0.8)
+    index, shown = CompactIndex.from_mask(active, active.shape), []
+
+    def layer(x, v, b):
+        return compact_linear(x, v, index, b, dense_gradient=shown.append)
+
+    leaves = x, weight[active].requires_grad_(), bias
+    with pytest.raises(Exception, match="leave out fullgraph=True"):
+        torch.compile(layer, backend="eager", fullgraph=True)(*leaves)
+    torch.compile(layer, backend="eager")(*leaves).sum().backward()
+    assert shown[0].shape == active.shape
+
+
 def test_torch_func_is_rejected():
     index = CompactIndex.from_mask(torch.eye(4, dtype=torch.bool), (4, 4))
     with pytest.raises(UserError):
