@@ -6,6 +6,10 @@ constant. `check_first_derivative` is called in the backward pass: a gradient co
 
 from __future__ import annotations
 
+import contextlib
+import sys
+from typing import Any
+
 import torch
 from torch.autograd import forward_ad
 
@@ -38,6 +42,17 @@ def leave_graph(what: str, fix: str) -> None:
     """Break the graph of torch.compile; with fullgraph=True, torch reports this message as an error."""
     if torch.compiler.is_compiling():
         torch._dynamo.graph_break(msg=f"{what} cannot be traced by torch.compile; leave out fullgraph=True, or {fix}")
+
+
+def eagerly() -> contextlib.AbstractContextManager[Any]:
+    """Let functions that torch.compile has compiled run eagerly meanwhile.
+
+    In a pass that would break their graphs: torch.compile would use the broken ones in later passes, too.
+    """
+    if "torch._dynamo" not in sys.modules:  # nothing is compiled, and importing it takes 1.4 s
+        return contextlib.nullcontext()
+    stance: contextlib.AbstractContextManager[Any] = torch.compiler.set_stance("force_eager")
+    return stance
 
 
 def transformed(vmap: bool = False) -> bool:

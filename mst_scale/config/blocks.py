@@ -228,6 +228,11 @@ class TrainingConfig:
 
     steps: StrictInt = Field(default=140_000, ge=1, le=MAX_STEPS, description="Optimizer steps.")
     seed: Seed = Field(default=1337, description="Seed of the weights, the batches and dropout.")
+    compile: StrictBool = Field(
+        default=False,
+        description="Compile the model's blocks with torch.compile. The first steps take a minute longer, and results "
+        "differ by rounding. In your own loop, call `block.compile()`.",
+    )
     lr_schedule: Literal["cosine", "wsd"] = Field(
         default="cosine", description="`wsd` is constant, then linear. The peak rate is `optimizer.params.lr`."
     )

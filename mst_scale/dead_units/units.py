@@ -273,7 +273,7 @@ def _transposed(linear: nn.Module) -> bool:
     """Return whether the weight is (inputs, outputs), as in transformers' Conv1D."""
     if is_linear(linear):
         return False
-    if type(linear).__name__ == "Conv1D":
+    if any(base.__name__ == "Conv1D" for base in type(linear).__mro__):
         return True
     raise _LeftOut(f"{type(linear).__name__} is neither nn.Linear nor Conv1D")
 

@@ -52,7 +52,9 @@ class CompactLinear:
         return compact_linear(x, self.weight, self.index, self.index.shape, self.bias)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return _remade, (type(self).__bases__[1],), vars(self)
+        layer = next(base for base in type(self).__mro__ if not issubclass(base, CompactLinear))
+        module: Any = self
+        return _remade, (layer,), module.__getstate__()
 
 
 def compute_with(module: nn.Module, index: CompactIndex) -> None:

@@ -8,6 +8,7 @@ collectives. The number of active weights stays as it is.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 import weakref
@@ -30,6 +31,7 @@ from mst_scale.mixed_growing import packed_bits
 from mst_scale.mixed_growing.evolve import Change, Layer
 from mst_scale.mixed_growing.masks import assemble
 from mst_scale.mixed_growing.scores import Scores, mean_squares, peak_keys
+from mst_scale.transforms import eagerly
 from mst_scale.zero_shards.compact_index import WIDEST
 
 
@@ -100,6 +102,7 @@ class CompactTopology(Topology):
         """Gradients of whole matrices whose backward pass has not come to their last use yet."""
         self._kept: dict[int, Tensor] = {}
         """Gradients of whole matrices that are reduced at the end of the step, of the micro-batches so far."""
+        self._wanted = False
         self._reduced_late = [
             i
             for i, (index, parameter) in enumerate(zip(self.store.index, self.store.parameters, strict=True))
@@ -118,6 +121,7 @@ class CompactTopology(Topology):
             else:
                 parameter.register_hook(functools.partial(self._reduce_dense_gradient, i))
         zero_shards.watch_losses(self.engine, _weakly(self._begin_backward))
+        zero_shards.around_passes(self.engine, _weakly(self._around_pass))
         zero_shards.on_zero_grad(self.engine, _weakly(self._leave_out))
         if sparsity is None:  # given masks have as many as they have
             return
@@ -151,6 +155,10 @@ class CompactTopology(Topology):
         for i, index in enumerate(self.store.index):
             if index is not None:
                 index.on_gradient = functools.partial(self._add_use, i) if wanted else None
+        self._wanted = wanted
+
+    def _around_pass(self) -> contextlib.AbstractContextManager[Any]:
+        return eagerly() if self._wanted else contextlib.nullcontext()
 
     def _add_use(self, i: int, gradient: Tensor, rows: Tensor | None = None) -> None:
         """Add up the uses of a matrix, such as a tied head's and its embedding's, in their dtype, as autograd does.
@@ -387,13 +395,12 @@ class _Grown:
     """This rank's slice of the gradient of the whole matrix, if it was computed."""
 
 
-def _weakly(method: Callable[..., None]) -> Callable[..., None]:
-    """Return a function that calls a method as long as its object exists."""
+def _weakly(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that calls a method as long as its object exists, and otherwise returns None."""
     found = weakref.WeakMethod(method)
 
-    def call(*given: Any) -> None:
-        if (alive := found()) is not None:
-            alive(*given)
+    def call(*given: Any) -> Any:
+        return None if (alive := found()) is None else alive(*given)
 
     return call
 

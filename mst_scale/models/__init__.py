@@ -10,13 +10,19 @@ cross_entropy    the loss, with little memory
 from torch import nn
 
 from mst_scale.config.blocks import ModelConfig
+from mst_scale.models import bert, gpt
 from mst_scale.models.bert import BERT
 from mst_scale.models.gpt import GPT
 from mst_scale.tensor_parallel import TensorGroup
 
-__all__ = ["BERT", "GPT", "build"]
+__all__ = ["BERT", "GPT", "blocks_of", "build"]
 
 
 def build(config: ModelConfig, tensor: TensorGroup | None = None) -> nn.Module:
     """Build the model of a config, with weights drawn from torch's seed; with `tensor`, this rank's slice of it."""
     return BERT(config, tensor) if config.arch == "bert" else GPT(config, tensor)
+
+
+def blocks_of(model: nn.Module) -> list[nn.Module]:
+    """Return the blocks of one of our models, or of a stage of it."""
+    return [module for module in model.modules() if isinstance(module, gpt.Block | bert.Block)]

@@ -56,7 +56,7 @@ class Plan:
     why: list[str]
     phases: list[Phase]
     sides: list[Side]  # the sparsest phase by the side of blocks, whatever the config's masks are made of
-    topology: TopologyStep | None  # None also with compact storage, whose topology steps send more
+    topology: TopologyStep | None  # of dense storage; with compact storage, topology steps send more
 
     @property
     def parameters(self) -> int:
@@ -252,7 +252,7 @@ def plan(
     if not can_share:
         why.append(f"data {gpus:,} cannot share {own.batch:,} sequences, so some of the GPUs have to share the model")
     found_phases = phases(experiment, planned.seconds, s, machine)
-    sparsest = max(found_phases, key=lambda phase: phase.sparsity)
+    is_masked = any(phase.sparsity and not phase.compact for phase in found_phases)
     micro, sizes_given = experiment.deepspeed.get(BATCH_KEYS[1]), sizes_of(experiment.deepspeed)
     return Plan(
         experiment=experiment,
@@ -268,7 +268,7 @@ def plan(
         why=why,
         phases=found_phases,
         sides=by_side(experiment, s, machine),
-        topology=None if sparsest.compact else topology_step(experiment, s, machine),
+        topology=topology_step(experiment, s, machine) if is_masked else None,
     )
 
 

@@ -1,20 +1,14 @@
 """Prepares and validates everything that a run needs before its first step.
 
 The order is visible in `prepare`: checkpoint, batch, validation, token files, initial weights, engine, run.json.
-
-With a method that grows (`--from`), the first rank grows the weights of a smaller run, alone and in float32 on its own
-device, while the others wait. It reads the smaller run's latest complete checkpoint. If the growth is trained (ligo),
-it computes the larger model's gradients in plain torch, on batches of the run's own corpus and size, with a separate
-seed. A run that has a checkpoint continues from that, and nothing is grown again.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
-import math
 import socket
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -27,9 +21,8 @@ from torch import Tensor
 from mst_scale import zero_shards
 from mst_scale.checkpoints import mask_files, store
 from mst_scale.comm import Mesh, Ranks, logger
-from mst_scale.config import DataConfig, Experiment, ModelConfig, to_dict
+from mst_scale.config import DataConfig, Experiment, to_dict
 from mst_scale.config import compact as compact_steps
-from mst_scale.config.check import smaller_model
 from mst_scale.config.deepspeed import batch_shape
 from mst_scale.config.parallel import sizes_of, without_sizes
 from mst_scale.data.corpus import fingerprint, identity
@@ -38,19 +31,16 @@ from mst_scale.data.sampler import Sampler, open_sampler
 from mst_scale.engine.api import initialize
 from mst_scale.engine.targets import choose_targets
 from mst_scale.errors import UserError
-from mst_scale.flops.budgets import Before, before
-from mst_scale.flops.formulas import KEYS, optimizer_flops
+from mst_scale.flops.formulas import optimizer_flops
 from mst_scale.flops.ledger import Ledger
 from mst_scale.hugging_face import start_from
 from mst_scale.mixed_growing import packed_bits
 from mst_scale.mixed_growing.masks import assemble
-from mst_scale.models import build
-from mst_scale.models.gpt import GPT
+from mst_scale.models import blocks_of, build
 from mst_scale.models.initial_weights import not_drawn
 from mst_scale.plan.expected_gain import expect
-from mst_scale.pretrain import resume, schedules, storage, validation
+from mst_scale.pretrain import growth, resume, schedules, storage, validation
 from mst_scale.pretrain.schedules import MASKED
-from mst_scale.randomness import counter_hash
 from mst_scale.run_logging import run_file
 from mst_scale.run_logging.metrics import OptionalWrites
 from mst_scale.run_logging.run_file import RunFile
@@ -160,12 +150,12 @@ def prepare(
     if fitted.training.eval_tasks is not None:
         begins("evaluation tasks")
     tasks = _load_tasks(fitted, out, micro, ranks)
-    weights, growth = None, None
+    weights, grown = None, None
     if source is None and fitted.mst.growth is not None:
         begins("growth", f" from {fitted.mst.grow_from}")
-        growth = _grow_weights(fitted, train, batch, micro, ranks)
-        ledger.begin(growth.cost.total)
-        weights = growth.weights
+        grown = growth.grow_weights(fitted, train, batch, micro, ranks)
+        ledger.begin(grown.cost.total)
+        weights = grown.weights
     elif source is None:
         weights = _read_initial_weights(fitted, ranks)
     begins("model and engine", f" ({fitted.model.weights:,} weights)")
@@ -193,8 +183,8 @@ def prepare(
     shape = {"sequences": batch, "micro": micro, "accumulation": accumulation}
     read = None if handover is not None else source
     file = record_start(fitted, out, ranks, step=progress.step, source=read, batch=shape, text=text)
-    if file is not None and growth is not None:
-        file.happened("grown", **growth.to_dict())
+    if file is not None and grown is not None:
+        file.happened("grown", **grown.to_dict())
     if file is not None and engine.mst.record.changes:
         file.happened("resumed with changes", changes=engine.mst.record.changes)
     return Prepared(
@@ -308,82 +298,6 @@ def _read_initial_weights(experiment: Experiment, ranks: Ranks) -> dict[str, Ten
     return weights
 
 
-@dataclass(frozen=True)
-class GrownWeights:
-    """The initial weights of a run that grows from a smaller one."""
-
-    weights: dict[str, Tensor]
-    """By name, on the first rank; empty on the others."""
-    cost: Before
-    """The FLOPs spent on them, and the checkpoint they were grown from."""
-    losses: list[float]
-    """The larger model's loss at each step that trains the growth, on the first rank."""
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the entry of run.json."""
-        cost, losses = self.cost, self.losses
-        return {
-            "from": str(cost.checkpoint),
-            "its_step": cost.step,
-            **{f"{KEYS[a]}_of_run": flops for a, flops in cost.run.items()},
-            **{f"{KEYS[a]}_of_growth": flops for a, flops in cost.growth.items()},
-            **({"growth_steps": len(losses), "first_loss": losses[0], "last_loss": losses[-1]} if losses else {}),
-        }
-
-
-class GrowthGradients:
-    """Computes the gradients of a model's mean loss on batches of a sampler, one micro-batch at a time.
-
-    The model is our GPT without dropout and without activation checkpointing. The losses are kept in `losses`.
-    """
-
-    def __init__(self, model: ModelConfig, sampler: Sampler, batch: int, micro: int):
-        with torch.device("meta"):
-            self._model = GPT(replace(model, dropout=0.0, activation_checkpointing=False))
-        self._sampler = Sampler(sampler.file, sampler.context, counter_hash(sampler.seed, "growth"))
-        self._batch, self._micro = batch, micro
-        self.losses: list[float] = []
-
-    def __call__(self, weights: Mapping[str, Tensor], step: int) -> dict[str, Tensor]:
-        """Return the gradients at these weights, on the batch of this step.
-
-        Raises:
-            UserError: if the loss is not finite.
-        """
-        leaves = {name: weight.detach().requires_grad_() for name, weight in weights.items()}
-        device, total = next(iter(leaves.values())).device, 0.0
-        for first in range(0, self._batch, self._micro):
-            batch = self._sampler.batch(step, range(first, min(first + self._micro, self._batch)))
-            tokens, targets = (each.to(device) for each in batch)
-            loss = torch.func.functional_call(self._model, leaves, (tokens, targets)) * (len(tokens) / self._batch)
-            loss.backward()
-            total += float(loss.detach())
-        if not math.isfinite(total):
-            raise UserError(f"the loss at step {step} of the growth is not finite: lower mst.options.rate")
-        self.losses.append(total)
-        return {name: leaf.grad for name, leaf in leaves.items() if leaf.grad is not None}
-
-
-def _grow_weights(experiment: Experiment, train: Sampler, batch: int, micro: int, ranks: Ranks) -> GrownWeights:
-    """Return the initial weights of a method that grows; `train` reads the run's own corpus."""
-    cost: Before = ranks.on_first(lambda: before(experiment, batch))
-    gradients = GrowthGradients(experiment.model, train, batch, micro)
-
-    def grow() -> dict[str, Tensor]:
-        mst, device = experiment.mst, deepspeed.get_accelerator().current_device_name()
-        assert mst.growth is not None and mst.grow_from is not None
-        small = smaller_model(mst.grow_from)
-        weights = {name: weight.to(device) for name, weight in start_from.of_run(cost.checkpoint, small).items()}
-        large = mst.growth.grow(weights, small, experiment.model, gradients, experiment.training.seed)
-        return {name: weight.cpu() for name, weight in large.items()}
-
-    weights = ranks.agree(lambda: grow() if ranks.first else {})
-    losses = gradients.losses
-    trained = f"; {len(losses)} steps of growth, loss {losses[0]:.4f} to {losses[-1]:.4f}" if losses else ""
-    logger.info("grown from %s, at step %d%s", cost.checkpoint, cost.step, trained)
-    return GrownWeights(weights, cost, losses)
-
-
 # --- model and engine ---
 
 
@@ -413,6 +327,9 @@ def _build_engine(
         # a pipeline has its own mpu with the same ranks
         mpu=None if isinstance(model, deepspeed.PipelineModule) else mesh,
     )[0]
+    if experiment.training.compile:
+        for block in blocks_of(engine.module):
+            block.compile()
     # if a monitor cannot write (including DeepSpeed's own numbers of each step), only these numbers are lost
     write, disk = engine.monitor.write_events, OptionalWrites()
     engine.monitor.write_events = lambda events: disk.attempt("TensorBoard's numbers", lambda: write(events))

@@ -71,7 +71,7 @@ def _main(argv: list[str] | None, watch: Watch) -> None:
     comm.timeout()  # rejects an invalid value, with which DeepSpeed's import would fail
     starting = Starting()
     starting.begins("torch and DeepSpeed")
-    from mst_scale.pretrain.training_loop import train
+    from mst_scale.pretrain.engines import train
 
     if args.elastic:
         elastic.take_part(experiment)

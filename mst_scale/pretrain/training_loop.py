@@ -6,8 +6,6 @@ depend on the number of the step, never on the state of a generator. This is why
 
 from __future__ import annotations
 
-import argparse
-import functools
 import signal
 import time
 import weakref
@@ -20,26 +18,22 @@ import torch.distributed as dist
 
 from mst_scale import comm, zero_shards
 from mst_scale.checkpoints import store
-from mst_scale.comm import Ranks, Verdict, logger
-from mst_scale.config import Experiment
+from mst_scale.comm import Verdict, logger
 from mst_scale.config.deepspeed import peak_learning_rate
-from mst_scale.config.parallel import sizes_of
 from mst_scale.dead_units import format_counts
 from mst_scale.engine.targets import choose_targets
 from mst_scale.errors import CorruptedError, DivergedError
-from mst_scale.flops.budgets import shortened
-from mst_scale.flops.ledger import uncounted_flops
-from mst_scale.pretrain import elastic, from_memory, resume, storage
+from mst_scale.pretrain import elastic, resume, storage
 from mst_scale.pretrain.batches import MicroBatches
-from mst_scale.pretrain.prepare import Prepared, load_checkpoint, prepare
+from mst_scale.pretrain.prepare import Prepared, load_checkpoint
 from mst_scale.pretrain.saving import Saves
-from mst_scale.pretrain.schedules import describe_extension, learning_rate, set_groups
+from mst_scale.pretrain.schedules import learning_rate, set_groups
 from mst_scale.pretrain.spikes import Spikes, batch_number
 from mst_scale.run_logging.observer import Observer
-from mst_scale.run_logging.operations import Operations, command_of
-from mst_scale.run_logging.progress import Starting, kind_of
-from mst_scale.run_logging.record import Record, compare_with_baseline, restart_peak_memory, state_of
-from mst_scale.run_logging.run_file import CORRUPTED, DIVERGED, FINISHED, PAUSED, STOPPED, STORAGE
+from mst_scale.run_logging.operations import Operations
+from mst_scale.run_logging.progress import kind_of
+from mst_scale.run_logging.record import Record, state_of
+from mst_scale.run_logging.run_file import CORRUPTED, DIVERGED, PAUSED, STOPPED, STORAGE
 from mst_scale.verification import Verification
 
 MARGIN = 0.05  # deviation from the target sparsity that rounding to whole weights, or blocks, cannot explain
@@ -57,12 +51,12 @@ class StopRequest:
         self.asked = True
 
 
-class _StorageChanges(Exception):
+class StorageChanges(Exception):
     """Raised on all ranks where another engine continues the run."""
 
 
 @dataclass(frozen=True)
-class _Left:
+class Left:
     """What an engine leaves to the next one."""
 
     module: weakref.ref[Any]
@@ -88,7 +82,7 @@ class Run:
 
     def __init__(
         self, prepared: Prepared, stop: StopRequest | None = None, *, stop_at: int | None = None,
-        health: Path | None = None, command: list[str] | None = None, left: _Left | None = None,
+        health: Path | None = None, command: list[str] | None = None, left: Left | None = None,
     ):  # fmt: skip
         self.experiment, self.out, self.ranks = prepared.experiment, prepared.out, prepared.ranks
         self.batch, self.tasks = prepared.batch, prepared.tasks
@@ -228,7 +222,7 @@ class Run:
             self.pause()
         if changes:
             self.verification.finish()
-            raise _StorageChanges
+            raise StorageChanges
 
     def _name_straggler(self) -> None:
         """Report a rank that is much slower than the others, if there is one."""
@@ -404,89 +398,3 @@ class Run:
         self.record_event("corrupted", **error.details)
         self.record_end(CORRUPTED)
         self.ranks.fail(error)
-
-
-def train(args: argparse.Namespace, experiment: Experiment, out: Path, ranks: Ranks, starting: Starting) -> None:
-    """Train an experiment to its last step, and print the summary table.
-
-    Args:
-        args: the options, of which --resume and --branch-decay-from are used here.
-        experiment: what to train.
-        out: the folder of the run.
-        ranks: all ranks, which call this together.
-        starting: the progress line of the start.
-
-    Raises:
-        SystemExit: if the run was asked to stop.
-    """
-    stop = StopRequest()
-    restored = from_memory.restore(out, args.resume, ranks)
-    sizes = ranks.agree(lambda: sizes_of(experiment.deepspeed))
-    replicas = resume.initial_replicas(out, ranks, sizes)
-    fitted = ranks.agree(lambda: shortened(experiment, replicas))
-    left = _train_with_one_engine(args, fitted, out, ranks, starting=starting, stop=stop, restored=restored)
-    while left is not None:
-        if ranks.any(not zero_shards.is_freed(left.module)):
-            logger.error(
-                "the previous engine was not freed, so its memory stays allocated: something still refers to it"
-            )
-        restart_peak_memory()
-        starting = Starting()
-        left = _train_with_one_engine(args, fitted, out, ranks, starting=starting, stop=stop, left=left)
-    elastic.tell_waiting_ranks()
-    ranks.leave()
-
-
-def _train_with_one_engine(
-    args: argparse.Namespace, experiment: Experiment, out: Path, ranks: Ranks, *, starting: Starting,
-    stop: StopRequest, restored: dict[str, Any] | None = None, left: _Left | None = None,
-) -> _Left | None:  # fmt: skip
-    """Train with one engine, until the run ends or its storage changes.
-
-    Returns:
-        What the engine leaves if another one has to continue; None if the run has ended.
-    """
-    handover = None if left is None else left.handover
-    prepared = prepare(
-        experiment, out, ranks, args.resume, args.branch_decay_from, handover=handover, begins=starting.begins
-    )
-    run = Run(prepared, stop, stop_at=args.stop_at, health=args.health, command=command_of(args.on_event), left=left)
-    if handover is not None:
-        run.save_first()
-    if restored is not None:
-        run.record_event(from_memory.CONTINUED, **restored)
-    begun, first = time.monotonic(), run.step
-    try:
-        if run.pauses and first < run.training.steps:
-            run.pause()
-        if first < run.training.steps:
-            starting.begins("first step")
-            run.advance()
-            starting.done()
-        elif ranks.first:
-            run.record.say(f"{out} is finished, at step {first:,}; {describe_extension(out, run.experiment)}")
-        run.to_the_end()
-    except DivergedError as error:
-        run.end_diverged(error)
-    except CorruptedError as error:
-        run.end_corrupted(error)
-    except _StorageChanges:
-        handover = run.hand_over()
-        verified = run.verification.verified
-        return _Left(zero_shards.release(run.engine), handover, run.saves.newest_copy, verified)
-    finally:
-        run.saves.close()
-        run.record.finish_monitors()
-    if run.run_file is not None:
-        run.record_end(FINISHED)
-        more = uncounted_flops(run.experiment, run.step * run.batch)
-        corpora = [start.get("corpus") for start in run.run_file.starts]
-        compare = functools.partial(
-            compare_with_baseline,
-            run.training.baseline,
-            more=more,
-            corpora=corpora,
-            eval_sequences=run.training.eval_sequences,
-        )
-        run.record.say(run.record.summary(run.step, time.monotonic() - begun, first, compare))
-    return None

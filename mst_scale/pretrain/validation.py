@@ -14,6 +14,7 @@ import difflib
 import importlib.util
 import inspect
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +51,7 @@ def validate(experiment: Experiment, ranks: int, mesh: Mesh | None = None) -> No
     _validate_deepspeed_keys(without_sizes(experiment.deepspeed), mesh)
     _validate_optimizer(experiment)
     _validate_monitors(experiment.deepspeed)
+    _validate_compiler(experiment.training)
     _warn_if_pruned_early(experiment.training)
 
 
@@ -239,6 +241,20 @@ def _validate_monitors(config: dict[str, Any]) -> None:
             raise UserError(f"{name}.enabled is true, but {module} is not installed: pip install {module}")
         if monitor.get("output_path"):
             Path(monitor["output_path"]).mkdir(parents=True, exist_ok=True)
+
+
+def _validate_compiler(training: TrainingConfig) -> None:
+    """Check that torch.compile finds its compiler, if the run asks for it.
+
+    Raises:
+        UserError: if there is none.
+    """
+    name = os.environ.get("CXX", "g++")
+    if training.compile and zero_shards.on_cpu() and shutil.which(name) is None:
+        raise UserError(
+            f"training.compile is true, and torch.compile needs a C++ compiler, but there is no {name} here: install "
+            "g++, set $CXX to another one, or leave training.compile out"
+        )
 
 
 def _validate_memory(experiment: Experiment, ranks: int) -> None:

@@ -267,4 +267,7 @@ def _why_not_recomputed(engine: Any) -> str | None:
         return "the stages of a pipeline compute their micro-batches together"
     if not zero_shards.on_cpu() and not torch.are_deterministic_algorithms_enabled():
         return "kernels of this device may add up in any order; torch.use_deterministic_algorithms(True) forbids that"
+    recomputes = getattr(getattr(engine.module, "config", None), "activation_checkpointing", False)
+    if recomputes and any(module._compiled_call_impl is not None for module in engine.module.modules()):
+        return "torch.compile makes two graphs of a recomputed block, which may round differently"
     return None

@@ -45,7 +45,8 @@ class Handover:
             engine.save_checkpoint(str(folder.parent), tag=folder.name, client_state=state, save_latest=False)
         self._counters = {key: getattr(engine, key) for key in COUNTERS}
         self._schedule = None if engine.lr_scheduler is None else engine.lr_scheduler.state_dict()
-        self.wrapper = {key: getattr(engine.optimizer, key) for key in OF_WRAPPER if hasattr(engine.optimizer, key)}
+        kept = (*OF_WRAPPER, "loss_scale_config")  # the latter at stage 0
+        self.wrapper = {key: getattr(engine.optimizer, key) for key in kept if hasattr(engine.optimizer, key)}
         self.buffers: Mapping[str, Tensor] = {
             name: buffer.cpu().clone() for name, buffer in engine.module.named_buffers()
         }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 import types
@@ -90,6 +91,19 @@ def watch_losses(engine: Any, see: Callable[[torch.Tensor, bool], None]) -> None
         return inner(loss, *args, **named)
 
     engine.backward = backward
+
+
+def around_passes(engine: Any, around: Callable[[], contextlib.AbstractContextManager[Any] | None]) -> None:
+    """Compute each forward and backward pass of the engine within the context that `around` returns."""
+    for name in ("forward", "backward", *(("train_batch",) if hasattr(engine, "train_batch") else ())):
+        inner = getattr(engine, name)
+
+        @functools.wraps(inner)
+        def run(*args: Any, inner: Callable[..., Any] = inner, **named: Any) -> Any:
+            with around() or contextlib.nullcontext():
+                return inner(*args, **named)
+
+        setattr(engine, name, run)
 
 
 def on_zero_grad(engine: Any, call: Callable[[], None]) -> None:

@@ -7,7 +7,7 @@ from deepspeed.accelerator import get_accelerator
 from transformers import BertForMaskedLM, GPT2LMHeadModel, LlamaForCausalLM, Trainer  # noqa: F401
 
 from mst_scale.checkpoints import reshape  # noqa: F401
-from mst_scale.pretrain import training_loop  # noqa: F401
+from mst_scale.pretrain import engines  # noqa: F401
 from tests.support import tiny_run  # noqa: F401
 
 for name in ("FusedAdamBuilder", "CPUAdamBuilder", "ShareMemCommBuilder"):

@@ -19,7 +19,7 @@ from mst_scale.data.sampler import Sampler
 from mst_scale.flops.budgets import shortened
 from mst_scale.flops.formulas import dense_step_flops
 from mst_scale.hugging_face.export import export, open_source
-from mst_scale.pretrain.prepare import GrowthGradients
+from mst_scale.pretrain.growth import GrowthGradients
 from mst_scale.zero_shards.weight_files import weights_of
 from tests.support import pool, tiny_run
 from tests.support.toys import toy

@@ -22,7 +22,7 @@ for words in json.loads(sys.argv[1]):
     found[" ".join(words[:1])] = [name for name in json.loads(sys.argv[2]) if name in sys.modules]
 import mst_scale.pretrain.start
 found["pretrain"] = [name for name in json.loads(sys.argv[2]) if name in sys.modules]
-import mst_scale.pretrain.training_loop
+import mst_scale.pretrain.engines
 found["training"] = [name for name in json.loads(sys.argv[2]) if name in sys.modules]
 print(json.dumps(found))
 """

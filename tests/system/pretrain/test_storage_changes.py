@@ -130,6 +130,22 @@ def test_any_engine_hands_its_state_over(tmp_path, ranks, stage, key):
     assert len(found["starts"]) == 3 and found["restarts"] == 0
 
 
+def test_a_run_with_compiled_blocks_changes_its_storage_and_resumes(tmp_path):
+    """Its losses are those of eager blocks to rounding, and a run stopped in the compact steps ends as the first one."""
+    keys = ("--set", "training.compile=true", "--set", "training.save_every=20")
+    whole = run_here(1, tmp_path, "whole", "auto", 2, *keys)
+    run_here(1, tmp_path, "eager", "auto", 2)
+    run_here(1, tmp_path, "stopped", "auto", 2, *keys, "--stop-at", "40")
+    run_here(1, tmp_path, "stopped", "auto", 2, *keys)
+    assert "was not freed" not in whole
+    compiled, eager, stopped = (tiny_run.rows(tmp_path / out) for out in ("whole", "eager", "stopped"))
+    losses = [[row["loss"] for row in rows] for rows in (compiled, eager)]
+    assert losses[0] == pytest.approx(losses[1], abs=2e-3)
+    assert compiled[-1]["loss"] == stopped[-1]["loss"]
+    one, other = (weights(tmp_path / out, store.tag_of(STEPS)) for out in ("whole", "stopped"))
+    assert all(torch.equal(value, other[key]) for key, value in one.items())
+
+
 PIPELINE = ("model.n_layer=2", "mst.targets.lm_head=true", "pipeline.stages=2")
 
 

@@ -15,7 +15,7 @@ from mst_scale.errors import UserError
 from mst_scale.methods import METHODS, Growth
 from mst_scale.methods.baselines.larger_models import SIDES, Operators, widths
 from mst_scale.models.gpt import GPT
-from mst_scale.pretrain.prepare import GrowthGradients
+from mst_scale.pretrain.growth import GrowthGradients
 from tests.support import tiny_run
 
 SMALL = ModelConfig(n_layer=2, n_head=2, n_embd=16, seq_length=12, vocab_size=30, vocab_multiple=4)
