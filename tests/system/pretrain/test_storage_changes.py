@@ -131,7 +131,7 @@ def test_any_engine_hands_its_state_over(tmp_path, ranks, stage, key):
 
 
 def test_a_run_with_compiled_blocks_changes_its_storage_and_resumes(tmp_path):
-    """Its losses are those of eager blocks to rounding, and a run stopped in the compact steps ends as the first one."""
+    """Its losses are those of eager blocks to rounding; a run stopped in the compact steps ends as the first one."""
     keys = ("--set", "training.compile=true", "--set", "training.save_every=20")
     whole = run_here(1, tmp_path, "whole", "auto", 2, *keys)
     run_here(1, tmp_path, "eager", "auto", 2)
