@@ -45,9 +45,9 @@ def leave_graph(what: str, fix: str) -> None:
 
 
 def eagerly() -> contextlib.AbstractContextManager[Any]:
-    """Let functions that torch.compile has compiled run eagerly meanwhile.
+    """Return a context in which functions compiled by torch.compile run eagerly.
 
-    In a pass that would break their graphs: torch.compile would use the broken ones in later passes, too.
+    It is for passes that would cause graph breaks: torch.compile would keep using the broken graphs in later passes.
     """
     if "torch._dynamo" not in sys.modules:  # nothing is compiled, and importing it takes 1.4 s
         return contextlib.nullcontext()

@@ -75,13 +75,16 @@ class BackgroundSaves:
 
     Args:
         ranks: all ranks, which call `start`, `keep` and `finish` together.
-        limit: seconds that `finish` waits for a disk that does not answer; DEEPSPEED_TIMEOUT by default.
+
+    Attributes:
         copies: where `keep` keeps copies.
+        limit: seconds that `finish` waits for a disk that does not answer.
     """
 
-    def __init__(self, ranks: Ranks, limit: float | None = None, copies: KeptCopies | None = None):
-        self.ranks, self.copies = ranks, copies
-        self.limit = timeout().total_seconds() if limit is None else limit
+    def __init__(self, ranks: Ranks):
+        self.ranks = ranks
+        self.copies: KeptCopies | None = None
+        self.limit = timeout().total_seconds()
         self.snapshot: Snapshot | None = None
         self.process: subprocess.Popen[bytes] | None = None
         self._connection: Any = None

@@ -246,10 +246,10 @@ def _topology(plan: Plan) -> str:
         ["ranks", *(f"{ranks:,}" for ranks in t.seconds)],
         ["time", *(_duration(seconds) for seconds in t.seconds.values())],
     ]
-    storage = ", with dense storage" if plan.sparsest.compact else ""
+    storage = ", planned as if storage were dense," if plan.sparsest.compact else ","
     masks = f" and {t.masks / 1e6:,.1f} MB of masks" if t.masks else ""
     about = (
-        f"topology step {t.step:,}{storage}, in addition to the times above, sends {t.payload / 1e3:,.0f} kB in "
+        f"topology step {t.step:,}{storage} in addition to the times above, sends {t.payload / 1e3:,.0f} kB in "
         f"{t.all_reduces} all-reduces{masks}: {_duration(t.here)} on {plan.setting.ranks:,} ranks; {t.rounds} of them "
         f"depend on the weights, and their number is assumed; {t.in_run:,} such steps in the run; a drift check sends "
         f"{t.drift_payload / 1e3:,.1f} kB"

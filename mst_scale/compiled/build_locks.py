@@ -35,12 +35,12 @@ def locks(folder: Path) -> list[Path]:
     return sorted([*folder.glob("*/lock"), *folder.glob("*/*/lock")])
 
 
-def clear(folder: Path, settled: float = SETTLED) -> list[Path]:
+def clear(folder: Path) -> list[Path]:
     """Remove every stale lock below `folder` and return them; wait until the state of each lock is known."""
     cleared = []
     for lock in locks(folder):
         start, said = time.monotonic(), False
-        while (verdict := stale(lock, settled)) is None:
+        while (verdict := stale(lock)) is None:
             if not said and time.monotonic() - start > SAY_AFTER:
                 logger.info("waiting for a build on another machine to finish, or for its lock to expire: %s", lock)
                 said = True
@@ -52,7 +52,7 @@ def clear(folder: Path, settled: float = SETTLED) -> list[Path]:
     return cleared
 
 
-def stale(lock: Path, settled: float = SETTLED) -> bool | None:
+def stale(lock: Path) -> bool | None:
     """Return whether a lock is stale; None if that is not known yet."""
     try:
         age = time.time() - lock.stat().st_mtime
@@ -63,7 +63,7 @@ def stale(lock: Path, settled: float = SETTLED) -> bool | None:
         return False
     if _on_network(lock):
         return True if quiet > SETTLED_ON_NETWORK else None
-    return True if age > settled else None
+    return True if age > SETTLED else None
 
 
 def _in_use(folder: Path) -> bool:

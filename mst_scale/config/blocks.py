@@ -230,8 +230,8 @@ class TrainingConfig:
     seed: Seed = Field(default=1337, description="Seed of the weights, the batches and dropout.")
     compile: StrictBool = Field(
         default=False,
-        description="Compile the model's blocks with torch.compile. The first steps take a minute longer, and results "
-        "differ by rounding. In your own loop, call `block.compile()`.",
+        description="Compile the model's blocks with torch.compile. Compiling delays the first steps, again after each "
+        "change of storage, and results differ by rounding. In your own loop, call `block.compile()` on each block.",
     )
     lr_schedule: Literal["cosine", "wsd"] = Field(
         default="cosine", description="`wsd` is constant, then linear. The peak rate is `optimizer.params.lr`."

@@ -62,7 +62,7 @@ class CompactCompute(SparseCompute):
         self.layers = state.everyone.agree(lambda: CompactLayers(topology.store, backend))
         if self.layers.backend == "auto":
             self._agree_on_crossovers()
-        for index in self.layers.index.values():  # now, or torch.compile would make a graph for each device
+        for index in self.layers.index.values():  # otherwise torch.compile would compile a graph for each device
             index.on(engine.device)
         self._follow()
 

@@ -13,12 +13,11 @@ On a CPU, W has only the rows of the tokens at hand, if these are few.
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from mst_scale.sparse_linear import compact
 from mst_scale.transforms import check_first_derivative, check_not_transformed, leave_graph
@@ -35,42 +34,6 @@ def compact_linear(
     assert shape == index.shape, f"{index.name} is {index.shape}"
     like: Any = index  # the same interface
     return compact.compact_linear(x, values[: index.count], like, bias, dense_gradient=index.on_gradient)
-
-
-class CompactLinear:
-    """Makes a linear layer compute with its values: the base class that `compute_with` puts before the layer's own.
-
-    A class, and not a `forward` of each module, lets torch.compile use one graph for all layers of the same shape.
-    """
-
-    weight: nn.Parameter
-    bias: nn.Parameter | None
-    index: CompactIndex
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Return x Wᵀ + b."""
-        return compact_linear(x, self.weight, self.index, self.index.shape, self.bias)
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        layer = next(base for base in type(self).__mro__ if not issubclass(base, CompactLinear))
-        module: Any = self
-        return _remade, (layer,), module.__getstate__()
-
-
-def compute_with(module: nn.Module, index: CompactIndex) -> None:
-    """Let a linear layer compute with the values that its parameter stores from now on."""
-    layer: Any = module
-    layer.index = index
-    layer.__class__ = _compact_class(layer.__class__)
-
-
-@functools.cache
-def _compact_class(layer: Any) -> type:
-    return type(f"Compact{layer.__name__}", (CompactLinear, layer), {})
-
-
-def _remade(layer: type) -> Any:
-    return object.__new__(_compact_class(layer))
 
 
 def compact_embedding(

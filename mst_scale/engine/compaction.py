@@ -24,7 +24,7 @@ from mst_scale.comm.exchange import Exchange, Stages
 from mst_scale.config import Experiment
 from mst_scale.config.compact import why_not_compact
 from mst_scale.config.deepspeed import precision_of
-from mst_scale.engine.compact_linear import compact_embedding, compact_linear, compute_with
+from mst_scale.engine.compact_linear import compact_embedding, compact_linear
 from mst_scale.engine.initial_masks import GivenMasks, depends_on_weights
 from mst_scale.engine.targets import choose_targets
 from mst_scale.errors import UserError
@@ -34,6 +34,7 @@ from mst_scale.mixed_growing.evolve import Layer
 from mst_scale.mixed_growing.masks import LayerMask
 from mst_scale.shard import Shard
 from mst_scale.sparse_linear.compact import compact_cross_entropy
+from mst_scale.sparse_linear.replaced import replace_forward
 from mst_scale.zero_shards import CompactIndex, indexes_of, mark, mark_model, shape_of
 
 FUSED = (
@@ -262,9 +263,13 @@ def _compute_with(module: nn.Module, index: CompactIndex) -> None:
         forward = functools.partial(_embedding, module, index)
         module.forward = functools.wraps(type(module).forward)(forward)  # type: ignore[method-assign]
     else:
-        compute_with(module, index)
+        replace_forward(module, _linear, index)
     module._register_state_dict_hook(functools.partial(_save_matrix, index=index))
     module._register_load_state_dict_pre_hook(functools.partial(_load_matrix, index=index))
+
+
+def _linear(module: Any, index: CompactIndex, x: torch.Tensor) -> torch.Tensor:
+    return compact_linear(x, module.weight, index, index.shape, module.bias)
 
 
 def _embedding(module: nn.Embedding, index: CompactIndex, tokens: torch.Tensor) -> torch.Tensor:

@@ -56,7 +56,7 @@ class Plan:
     why: list[str]
     phases: list[Phase]
     sides: list[Side]  # the sparsest phase by the side of blocks, whatever the config's masks are made of
-    topology: TopologyStep | None  # of dense storage; with compact storage, topology steps send more
+    topology: TopologyStep | None  # with dense storage; topology steps of compact storage send more
 
     @property
     def parameters(self) -> int:

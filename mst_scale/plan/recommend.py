@@ -91,7 +91,7 @@ def _sizes(axis: str, most: int, fixed: Mapping[str, int]) -> list[int]:
 # --- the recommended setting ---
 
 
-def ways(experiment: Experiment, s: Setting) -> Iterator[list[Setting]]:
+def ways(s: Setting) -> Iterator[list[Setting]]:
     """Yield every way to run the same global batch with the model shared in the same way, by growing micro-batch."""
     each = s.batch // s.data
     micros = [m for m in range(1, min(each, LARGEST_MICRO) + 1) if each % m == 0]
@@ -123,7 +123,7 @@ def fitting(
         shared.append(setting)
     found = []
     for s in shared:
-        for way in ways(experiment, s):
+        for way in ways(s):
             for candidate in way:
                 held = memory(experiment, candidate)
                 if not held.fits(machine.gpu):
@@ -168,7 +168,7 @@ def fewest_gpus(experiment: Experiment, setting: Setting, machine: Machine) -> i
     while ranks <= MOST_GPUS:
         if ranks % setting.sizes.model == 0:
             wider = replace(setting, ranks=ranks, micro=1, accumulation=1)
-            if any(memory(experiment, s).fits(machine.gpu) for way in ways(experiment, wider) for s in way):
+            if any(memory(experiment, s).fits(machine.gpu) for way in ways(wider) for s in way):
                 return ranks
         ranks *= 2
     return None

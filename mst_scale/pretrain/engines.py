@@ -1,4 +1,4 @@
-"""Trains a run with one engine after another: another one continues where the storage of weights changes."""
+"""Trains a run; where the storage of weights changes, a new engine takes over."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def train(args: argparse.Namespace, experiment: Experiment, out: Path, ranks: Ra
             )
         restart_peak_memory()
         if fitted.training.compile:
-            torch.compiler.reset()  # a function is compiled only so many times, and the next engine's blocks differ
+            torch.compiler.reset()  # torch limits compilations per function, and the next engine's blocks are different
         starting = Starting()
         left = _train_with_one_engine(args, fitted, out, ranks, starting=starting, stop=stop, left=left)
     elastic.tell_waiting_ranks()

@@ -57,7 +57,7 @@ class StorageChanges(Exception):
 
 @dataclass(frozen=True)
 class Left:
-    """What an engine leaves to the next one."""
+    """The state that an engine hands to the next one."""
 
     module: weakref.ref[Any]
     """The model, which is to be freed."""

@@ -252,8 +252,8 @@ def _validate_compiler(training: TrainingConfig) -> None:
     name = os.environ.get("CXX", "g++")
     if training.compile and zero_shards.on_cpu() and shutil.which(name) is None:
         raise UserError(
-            f"training.compile is true, and torch.compile needs a C++ compiler, but there is no {name} here: install "
-            "g++, set $CXX to another one, or leave training.compile out"
+            f"training.compile: torch.compile needs a C++ compiler, and {name} was not found: install g++, set CXX to "
+            "another compiler, or remove training.compile"
         )
 
 

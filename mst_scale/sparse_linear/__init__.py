@@ -3,6 +3,7 @@
 definition       what a sparse linear layer computes, in plain torch
 compact          layers of which only the active weights exist
 layers           a model's sparse layers, and the masks that they follow
+replaced         replaces what a layer computes, by giving it a class of its own
 dispatch         which backend computes a layer
 crossovers       the sparsity from which a backend is faster than a dense product: lookup
 measuring        the same: measurement on this machine's CPU

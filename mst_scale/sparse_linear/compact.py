@@ -104,7 +104,7 @@ class CompactIndex:
         return self.rows, self.columns
 
     def on(self, device: torch.device) -> Tensor:
-        """Return the positions of the values, which are on this device."""
+        """Return the positions of the values; they are already on this device."""
         return self.where
 
     @property
@@ -233,7 +233,7 @@ class _Expanded(torch.autograd.Function):
 
 
 class _Traced(torch.autograd.Function):
-    """`_Expanded` in the graph of torch.compile, once differentiable. The index is given by its parts."""
+    """`_Expanded` as torch.compile traces it, for first derivatives. The index is passed as tensors and numbers."""
 
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> Tensor:
@@ -266,8 +266,8 @@ def expand(values: Tensor, positions: Tensor, rows: int, columns: int, *, backwa
         positions: where they stand in the flattened matrix.
         rows: of the matrix.
         columns: of the matrix.
-        backward: whether the backward pass asks. torch.compile computes equal nodes once, and would keep the matrix of
-            every layer from its forward to its backward pass.
+        backward: True in the backward pass. torch.compile would otherwise merge two equal calls and keep every layer's
+            matrix from its forward to its backward pass.
     """
     return values.new_zeros(rows * columns).scatter_(0, positions.long(), values).view(rows, columns)
 

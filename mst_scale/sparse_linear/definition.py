@@ -31,7 +31,7 @@ class Index(Protocol):
 def under_autocast(tensor: torch.Tensor) -> torch.Tensor:
     """Return the tensor in the dtype to which autocast casts the arguments of `F.linear`."""
     device = tensor.device.type
-    # torch 2.11 cannot trace this question
+    # torch.compile cannot trace is_autocast_available (torch 2.11)
     available = torch.compiler.is_compiling() or torch.amp.is_autocast_available(device)
     if not available or not torch.is_autocast_enabled(device):
         return tensor

@@ -21,9 +21,8 @@ inactive weights over all micro-batches that lead to a topology step.
 
 from __future__ import annotations
 
-import functools
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, Protocol
 
 import torch
@@ -34,6 +33,7 @@ from mst_scale.errors import UserError
 from mst_scale.sparse_linear import dispatch, narrow
 from mst_scale.sparse_linear.definition import Index, under_autocast
 from mst_scale.sparse_linear.derivatives import TO_DENSE
+from mst_scale.sparse_linear.replaced import Forward, layer_type, replace_forward, restore_forward
 from mst_scale.transforms import check_not_transformed
 
 _CHANGED = "mst_changed_modules"  # of a model: (module, attribute, what it was before)
@@ -112,7 +112,6 @@ class Product:
             )
 
 
-Forward = Callable[..., torch.Tensor]
 NONE: Mapping[type, Forward] = {}
 
 
@@ -155,7 +154,7 @@ class SparseLayers:
             return
         for name, parameter in parameters.items():
             places = list(_places(model, parameter, forwards)) if len(shapes[name]) == 2 else []
-            across = {type(module) in stored_across for module, _ in places}
+            across = {layer_type(module) in stored_across for module, _ in places}
             if len(across) != 1:  # used nowhere, or by modules that store it differently
                 self.left_dense.append(name)
                 continue
@@ -166,8 +165,12 @@ class SparseLayers:
                     raise UserError(f"mst.compute.backend {backend!r} cannot run here: {reason}")
             changed = vars(model).setdefault(_CHANGED, [])
             for module, attribute in places:
+                if attribute == "forward":
+                    changed.append((module, attribute, None))
+                    replace_forward(module, forwards[layer_type(module)], product)
+                    continue
                 changed.append((module, attribute, vars(module).get(attribute)))
-                setattr(module, attribute, _in_place(module, product, attribute, forwards))
+                setattr(module, attribute, product.loss if attribute == "head_loss" else product)
         if self.left_dense and backend != "dense":
             dispatch.log.info(
                 "%d of %d sparse parameters are not weights of an nn.Linear or Conv1D (%s): they stay dense products",
@@ -228,7 +231,7 @@ def _places(
     for module in model.modules():
         if getattr(module, "weight", None) is parameter and hasattr(module, "product"):
             yield module, "product"
-        elif getattr(module, "weight", None) is parameter and type(module) in forwards:
+        elif getattr(module, "weight", None) is parameter and layer_type(module) in forwards:
             yield module, "forward"
         elif hasattr(module, "head_product"):
             embeddings: Any = module.get_output_embeddings
@@ -241,16 +244,11 @@ def _places(
 def remove_products(model: nn.Module) -> None:
     """Give the modules of a model back what `SparseLayers` has replaced, so that they multiply by all weights."""
     for module, attribute, before in reversed(vars(model).pop(_CHANGED, [])):
+        if attribute == "forward":
+            restore_forward(module)
         vars(module).pop(attribute, None)
         if before is not None:
             setattr(module, attribute, before)
-
-
-def _in_place(module: Any, product: Product, attribute: str, forwards: Mapping[type, Forward]) -> Any:
-    if attribute != "forward":
-        return product.loss if attribute == "head_loss" else product
-    # unlike a closure, a partial can be copied and pickled with its module
-    return functools.wraps(type(module).forward)(functools.partial(forwards[type(module)], module, product))
 
 
 def _forward(module: nn.Linear, product: Product, x: torch.Tensor) -> torch.Tensor:
@@ -265,6 +263,6 @@ def _stored_across() -> dict[type, Forward]:
 
 def _across(module: Any, product: Product, x: torch.Tensor) -> torch.Tensor:
     if product.index is None:
-        own: torch.Tensor = type(module).forward(module, x)
+        own: torch.Tensor = layer_type(module).forward(module, x)  # type: ignore[attr-defined]
         return own
     return product(x, module.weight.T, module.bias)

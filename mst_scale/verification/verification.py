@@ -269,5 +269,5 @@ def _why_not_recomputed(engine: Any) -> str | None:
         return "kernels of this device may add up in any order; torch.use_deterministic_algorithms(True) forbids that"
     recomputes = getattr(getattr(engine.module, "config", None), "activation_checkpointing", False)
     if recomputes and any(module._compiled_call_impl is not None for module in engine.module.modules()):
-        return "torch.compile makes two graphs of a recomputed block, which may round differently"
+        return "torch.compile compiles a block and its recomputation separately, so that they may round differently"
     return None

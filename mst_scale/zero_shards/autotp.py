@@ -49,7 +49,7 @@ FORWARDS: Mapping[type, Callable[..., torch.Tensor]] = {
 
 def is_linear(module: nn.Module) -> bool:
     """Whether a module is an nn.Linear, or a slice of one."""
-    return isinstance(module, nn.Linear) or type(module) in FORWARDS
+    return isinstance(module, nn.Linear | LinearLayer | VocabParallelLinear | LinearAllreduce)
 
 
 # --- what DeepSpeed asserts of it, or computes otherwise ---

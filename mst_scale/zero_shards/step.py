@@ -94,7 +94,7 @@ def watch_losses(engine: Any, see: Callable[[torch.Tensor, bool], None]) -> None
 
 
 def around_passes(engine: Any, around: Callable[[], contextlib.AbstractContextManager[Any] | None]) -> None:
-    """Compute each forward and backward pass of the engine within the context that `around` returns."""
+    """Run every forward and backward pass of the engine inside the context that `around` returns."""
     for name in ("forward", "backward", *(("train_batch",) if hasattr(engine, "train_batch") else ())):
         inner = getattr(engine, name)
 

@@ -1,0 +1,65 @@
+"""Replaces what a layer computes, by giving it a class of its own.
+
+torch.compile uses one graph for all layers of a class and shape. With a `forward` in each layer, it would make one for
+each of them, up to its limit, and run the rest eagerly.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+
+Forward = Callable[..., torch.Tensor]  # forward(layer, replacement, x)
+
+
+class Replaced:
+    """The base class that comes before the layer's own."""
+
+    layer: ClassVar[type]
+    """The layer's own class."""
+    how: ClassVar[Any]
+    """The function that computes."""
+    replacement: Any
+    """What it computes with, such as the product of a sparse parameter."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return what the replacement computes."""
+        y: torch.Tensor = self.how(self, self.replacement, x)
+        return y
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        module: Any = self
+        return _remade, (self.layer, self.how), module.__getstate__()
+
+
+def replace_forward(module: nn.Module, how: Forward, replacement: Any) -> None:
+    """Let a layer compute `how(layer, replacement, x)` from now on."""
+    layer: Any = module
+    layer.replacement = replacement
+    layer.__class__ = _class_of(layer_type(module), how)
+
+
+def restore_forward(module: nn.Module) -> None:
+    """Let a layer compute as its class does."""
+    if isinstance(module, Replaced):
+        layer: Any = module
+        layer.__class__ = layer.layer
+        del layer.replacement
+
+
+def layer_type(module: nn.Module) -> type:
+    """Return a layer's own class, whether it was replaced or not."""
+    return module.layer if isinstance(module, Replaced) else type(module)
+
+
+@functools.cache
+def _class_of(layer: Any, how: Forward) -> type:
+    return type(f"Sparse{layer.__name__}", (Replaced, layer), {"layer": layer, "how": staticmethod(how)})
+
+
+def _remade(layer: type, how: Forward) -> Any:
+    return object.__new__(_class_of(layer, how))
