@@ -8,6 +8,7 @@ import pickle
 import pytest
 import torch
 from torch import nn
+from torch._dynamo.utils import counters
 
 from mst_scale.config.blocks import ModelConfig
 from mst_scale.models.gpt import GPT
@@ -60,6 +61,17 @@ def test_the_gpt_computes_the_same_with_every_matrix_sparse(tied):
         if name == "wte.weight" and tied:
             active = p.data != 0
         assert torch.allclose(gradients[name][active], p.grad[active], atol=1e-6), name
+
+
+def test_torch_compile_uses_one_graph_for_all_layers_of_a_shape():
+    torch._dynamo.reset()
+    counters.clear()
+    model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(10)))  # more than torch compiles a function for
+    layers(model, [f"{i}.weight" for i in range(10)], "auto")
+    for layer in model:
+        layer.compile(backend="aot_eager")
+    model(torch.randn(3, 8, requires_grad=True)).sum().backward()
+    assert counters["stats"]["unique_graphs"] == 1 and not counters["graph_break"]
 
 
 @pytest.mark.parametrize("again", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
