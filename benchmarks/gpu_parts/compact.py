@@ -30,7 +30,7 @@ SPARSITY = 0.8
 
 @dataclass(frozen=True)
 class Course:
-    """A short run: everything that its config has besides `config` is in `blocks`."""
+    """A short run, whose config is that of `config` with the keys of `blocks`."""
 
     policy: str
     stage: int
@@ -302,7 +302,7 @@ def _density(where: Where, parameters: str, micro_batches: int) -> Row:
 
     from .. import memory, step_cuda
 
-    torch._dynamo.reset()  # it compiles a function only so many times
+    torch._dynamo.reset()  # torch limits how often it compiles a function
     shape = step_cuda.SHAPES[parameters]
     steppers: dict[str, step_cuda.Stepper] = {}
     row: dict[str, Row] = {}

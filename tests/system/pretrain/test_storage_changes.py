@@ -140,7 +140,7 @@ def test_a_run_with_compiled_blocks_changes_its_storage_and_resumes(tmp_path):
     assert "was not freed" not in whole
     compiled, eager, stopped = (tiny_run.rows(tmp_path / out) for out in ("whole", "eager", "stopped"))
     losses = [[row["loss"] for row in rows] for rows in (compiled, eager)]
-    assert losses[0] == pytest.approx(losses[1], abs=2e-3)
+    assert losses[0] == pytest.approx(losses[1], abs=2e-3)  # rounding, after 120 steps in which masks move
     assert compiled[-1]["loss"] == stopped[-1]["loss"]
     one, other = (weights(tmp_path / out, store.tag_of(STEPS)) for out in ("whole", "stopped"))
     assert all(torch.equal(value, other[key]) for key, value in one.items())

@@ -36,7 +36,7 @@ def measured(case: str) -> int:
 @pytest.mark.parametrize("stage", [2, 3])
 def test_the_peak_of_gpt2_small(stage):
     """CUDA's libraries take some workspace in the first run of a process, which the plan counts as `CONTEXT`."""
-    assert of_stage(stage).peak == pytest.approx(measured(f"gpt2_small, ZeRO {stage}"), rel=0.011)
+    assert of_stage(stage).peak == pytest.approx(measured(f"gpt2_small, ZeRO {stage}"), rel=0.01)
 
 
 @pytest.mark.parametrize("side", ["dense", "masked", "compact"])
