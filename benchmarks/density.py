@@ -36,6 +36,7 @@ import torch
 
 from mst_scale.comm.parser import Parser, at_least
 from mst_scale.errors import UserError
+from mst_scale.heap import give_back
 
 from . import memory
 from .machine import machine
@@ -87,14 +88,14 @@ def measure(stage: int, options: argparse.Namespace) -> dict[str, Row]:
     engines: dict[str, Any] = {}
     found: dict[str, Row] = {}
     for side in SIDES:
-        memory.give_back()
+        give_back()
         before = memory.held("cpu")
         torch.manual_seed(0)
         model = GPT(shape)
         engines[side] = mst_scale.initialize(model=model, config=config(side, stage, options))[0]
         del model
         _step(engines[side], tokens)
-        memory.give_back()
+        give_back()
         after = memory.held("cpu")
         found[side] = {
             "states": _state_bytes(engines[side]),

@@ -10,7 +10,8 @@ are milliseconds per step, medians over the steps of all rounds, with the middle
 processor time of one thread, which depends less on what else runs on the machine.
 
 `weights` are the bytes of all weights in memory, the places of sparse ones included, as a share of the dense model's.
-With --memory, `resident` is what a process gains by building the model and decoding with it; no times are measured.
+With --memory, `resident` is what a process gains by loading the model from a compact file, as `mst generate` does, and
+decoding with it; no times are measured.
 """
 
 from __future__ import annotations
@@ -20,10 +21,12 @@ import json
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -31,10 +34,12 @@ import torch
 import torch.nn.functional as F
 
 from mst_scale.comm.parser import Parser, at_least
+from mst_scale.compact_files import layout
+from mst_scale.compact_files.weights import model_block, open_weights
 from mst_scale.config import MODELS, ModelConfig
 from mst_scale.errors import UserError
 from mst_scale.generation import sparse_matrix
-from mst_scale.generation.decoder import Decoder
+from mst_scale.generation.decoder import Decoder, load_decoder
 from mst_scale.generation.sparse_matrix import DenseMatrix, Matrix, SparseMatrix
 from mst_scale.hybrid_sparse_attention import Pattern
 from mst_scale.mixed_growing import packed_bits
@@ -273,8 +278,10 @@ def memory_rows(options: Any) -> list[Row]:
             dense: Row = {}
             for sparsity in (0.0, *options.sparsity):
                 about = {"model": size, "dtype": dtype, "sparsity": sparsity}
-                words = [sys.executable, "-m", "mst_scale.benchmarks.generate", "--child", json.dumps(about)]
-                done = subprocess.run(words, capture_output=True, text=True, check=True)
+                with tempfile.TemporaryDirectory() as folder:
+                    write_model(Path(folder) / layout.FILE, config_of(size), sparsity, TYPES[dtype])
+                    command = [sys.executable, "-m", "mst_scale.benchmarks.generate", "--child", folder]
+                    done = subprocess.run(command, capture_output=True, text=True, check=True)
                 measured = json.loads(done.stdout.splitlines()[-1])
                 dense = dense or measured
                 shares = {f"{name}_share": round(measured[name] / dense[name], 3) for name in measured}
@@ -283,17 +290,32 @@ def memory_rows(options: Any) -> list[Row]:
     return found
 
 
-def child(words: str) -> None:
-    """Print what this process gains by a model and a few tokens."""
-    about = json.loads(words)
-    dtype = TYPES[about["dtype"]]
-    ours(build(replace(config_of("small"), n_layer=1), 0.99, dtype), 1, PROMPT + 2)()  # what torch takes at first use
+def child(folder: str) -> None:
+    """Print what this process gains by loading a model and decoding a few tokens."""
+    tiny = ModelConfig(n_layer=1, n_head=1, n_embd=32, seq_length=PROMPT + 8, vocab_size=1000)
+    ours(build(tiny, 0.9, torch.float32), 1, PROMPT + 2)()  # what torch takes at first use
     before = psutil.Process().memory_info().rss
-    decoder = build(config_of(about["model"]), about["sparsity"], dtype)
+    decoder = load_decoder(open_weights(Path(folder)))
     step = ours(decoder, 1, PROMPT + 8)
     for _ in range(4):
         step()
     print(json.dumps({"weights": decoder.weight_bytes, "resident": psutil.Process().memory_info().rss - before}))
+
+
+def write_model(path: Path, config: ModelConfig, sparsity: float, dtype: torch.dtype) -> None:
+    """Write a compact file with random weights of which `sparsity` are zeros, but for the position embedding."""
+    with torch.device("meta"):
+        shapes = {name: tuple(p.shape) for name, p in GPT(config).named_parameters()}
+    generator = torch.Generator().manual_seed(0)
+
+    def tensors() -> Iterator[tuple[str, torch.Tensor, None]]:
+        for name, shape in shapes.items():
+            tensor = 0.02 * torch.randn(shape, generator=generator)
+            if len(shape) == 2 and name != "wpe.weight":
+                tensor[torch.rand(shape, generator=generator) < sparsity] = 0
+            yield name, tensor.to(dtype), None
+
+    layout.write(path, tensors(), model_block(config), {"step": None, "method": None, "tokenizer": None})
 
 
 def memory_table(rows: list[Row]) -> str:

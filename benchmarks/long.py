@@ -87,7 +87,6 @@ def _peak(pattern: Pattern, dtype: str, length: int, device: str, threads: int) 
     torch.set_num_threads(threads)
     step_of(pattern, dtype, 512, device)()  # libraries, thread pools and the compiled kernel are there before
     run = step_of(pattern, dtype, length, device)
-    memory.give_back()
     return memory.peak_of(run, device)
 
 

@@ -5,14 +5,13 @@ On CUDA these are the bytes allocated, on a CPU the resident set (only on Linux;
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
-import gc
 import os
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
+
+from mst_scale.heap import give_back
 
 
 def held(device: str) -> int | None:
@@ -31,13 +30,6 @@ def peak_of(run: Callable[[], object], device: str) -> int | None:
     run()
     peak = torch.cuda.max_memory_allocated() if device == "cuda" else _resident("VmHWM")
     return None if peak is None or before is None else peak - before
-
-
-def give_back() -> None:
-    """Give free memory back to the system, so that it is not counted."""
-    gc.collect()
-    with contextlib.suppress(OSError, AttributeError):  # glibc
-        ctypes.CDLL(None).malloc_trim(0)
 
 
 def _resident(key: str) -> int | None:

@@ -199,7 +199,6 @@ class Bench:
 
     def _peak_memory(self, side: Side, step: int) -> int | None:
         self.pair.pin(step)
-        memory.give_back()
         peak = memory.peak_of(side.step, self.pair.memory)
         return None if peak is None or side.held is None else int(side.held + max(0, peak))
 

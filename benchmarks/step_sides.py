@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 
+from mst_scale.heap import give_back
+
 from . import memory
 from .fitting import capacity_here, layers_that_fit
 
@@ -83,7 +85,7 @@ class Pair:
         from mst_scale import zero_shards
         from mst_scale.models import build
 
-        memory.give_back()
+        give_back()
         before = memory.held(self.memory)
         torch.manual_seed(0)
         with zero_shards.partitioned_construction(experiment.deepspeed):
@@ -92,7 +94,7 @@ class Pair:
         tokens, targets = self._random_tokens()
         side = Side(engine, (tokens.to(engine.device), targets.to(engine.device)))
         side.step()  # states exist from here on
-        memory.give_back()
+        give_back()
         now = memory.held(self.memory)
         side.held = None if now is None or before is None else now - before
         return side

@@ -22,6 +22,7 @@ from mst_scale.errors import UserError
 from mst_scale.generation.cache import Cache
 from mst_scale.generation.fused import FusedBlocks, can_fuse
 from mst_scale.generation.sparse_matrix import DENSE_FROM, DTYPES, Matrix, SparseMatrix, matrix_of
+from mst_scale.heap import give_back
 from mst_scale.hybrid_sparse_attention import Pattern
 
 EPS = 1e-5  # of the norms
@@ -122,17 +123,19 @@ def load_decoder(weights: ModelWeights, dtype: torch.dtype | None = None) -> Dec
         raise UserError(f"{dtype} cannot be computed here: use float32 or bfloat16")
     matrices: dict[str, Matrix] = {}
     vectors: dict[str, torch.Tensor] = {}
-    for name in weights.names:
+    for name in weights.names:  # whatever is kept is a copy: a view would keep the whole file in memory
         found = None if weights.compact is None else weights.compact.sparse(name)
         if found is not None and len(found[2]) == 2 and len(found[0]) < DENSE_FROM * math.prod(found[2]):
             values, bits, shape = found
-            matrices[name] = SparseMatrix(values.to(dtype or _computed(values.dtype)), bits, (shape[0], shape[1]))
+            own = values.to(dtype or _computed(values.dtype), copy=True)
+            matrices[name] = SparseMatrix(own, bits, (shape[0], shape[1]))
             continue
         tensor = weights.read(name)
         if tensor.dim() == 1:
-            vectors[name] = tensor.float()
+            vectors[name] = tensor.to(torch.float32, copy=True)
         else:
-            matrices[name] = matrix_of(tensor.to(dtype or _computed(tensor.dtype)))
+            matrices[name] = matrix_of(tensor.to(dtype or _computed(tensor.dtype), copy=True))
+    give_back()
     return Decoder(weights.config, matrices, vectors, weights.pattern)
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
-import gc
 import weakref
 from typing import Any
 
@@ -11,6 +9,8 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.runtime.zero import parameter_offload
 from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
+
+from mst_scale.heap import give_back
 
 
 def release(engine: Any) -> weakref.ref[Any]:
@@ -35,8 +35,6 @@ def release(engine: Any) -> weakref.ref[Any]:
 
 def is_freed(module: weakref.ref[Any]) -> bool:
     """Return the memory of a released engine to the device and the operating system, and say whether that worked."""
-    gc.collect()
+    give_back()
     get_accelerator().empty_cache()
-    if hasattr(libc := ctypes.CDLL(None), "malloc_trim"):
-        libc.malloc_trim(0)
     return module() is None

@@ -1,12 +1,17 @@
 """The benchmark of decoding, with a model that is small enough for a test."""
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
 
 from benchmarks import generate
+from mst_scale.compact_files import layout
+from mst_scale.compact_files.weights import open_weights
 from mst_scale.config import ModelConfig
+from mst_scale.generation.decoder import load_decoder
+from mst_scale.generation.sparse_matrix import DenseMatrix
 
 TINY = ModelConfig(n_layer=2, n_head=4, n_embd=128, seq_length=128, vocab_size=1024)
 
@@ -27,10 +32,25 @@ def test_rows_have_both_sides_of_each_comparison(capsys: pytest.CaptureFixture[s
     assert max(by_sparsity[0.96]) < min(by_sparsity[0.8])
 
 
-def test_the_memory_of_a_process_is_measured(capsys: pytest.CaptureFixture[str]):
-    generate.main(["--child", json.dumps({"model": "small", "dtype": "float32", "sparsity": 0.8})])
-    found = json.loads(capsys.readouterr().out)
-    assert found["weights"] == generate.build(TINY, 0.8, torch.float32).weight_bytes
+def test_the_memory_of_a_process_is_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    sizes = {}
+    for sparsity in (0.0, 0.8):
+        generate.write_model(tmp_path / layout.FILE, TINY, sparsity, torch.bfloat16)
+        generate.main(["--child", str(tmp_path)])
+        sizes[sparsity] = json.loads(capsys.readouterr().out)["weights"]
+    built = generate.build(TINY, 0.8, torch.bfloat16).weight_bytes
+    assert abs(sizes[0.8] / built - 1) < 0.02  # other random numbers are zero
+    assert sizes[0.8] < 0.6 * sizes[0.0]
+
+
+def test_a_loaded_model_does_not_keep_its_file(tmp_path: Path):
+    generate.write_model(tmp_path / layout.FILE, TINY, 0.8, torch.float32)
+    weights = open_weights(tmp_path)
+    assert weights.compact is not None
+    of_file = {part.untyped_storage().data_ptr() for part in weights.compact.parts.values()}
+    decoder = load_decoder(weights)
+    kept = [m.weight if isinstance(m, DenseMatrix) else m.values for m in decoder.matrices.values()]
+    assert not of_file & {t.untyped_storage().data_ptr() for t in (*kept, *decoder.vectors.values())}
 
 
 def test_a_narrower_model_has_as_many_weights():
