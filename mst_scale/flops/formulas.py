@@ -36,7 +36,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from mst_scale.config.blocks import ModelConfig
+from mst_scale.config import ModelConfig, TargetsConfig
 from mst_scale.errors import UserError
 from mst_scale.hybrid_sparse_attention.pattern import ACCOUNTINGS, Pattern
 
@@ -117,6 +117,13 @@ def matrices(model: ModelConfig) -> list[Matrix]:
 def head_name(model: ModelConfig) -> str:
     """Return the name of the head's weight."""
     return "wte.weight" if model.tied_head else "lm_head.weight"
+
+
+def choose_matrices(model: ModelConfig, targets: TargetsConfig) -> list[Matrix]:
+    """Return the matrices that `mst.targets` chooses, the same ones as `targets.choose_targets` finds in the model."""
+    able = [m for m in matrices(model) if targets.lm_head or m.name != head_name(model)]
+    chosen = set(targets.choose([m.name for m in able]))
+    return [m for m in able if m.name in chosen]
 
 
 def forward_flops(

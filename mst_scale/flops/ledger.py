@@ -28,9 +28,9 @@ from mst_scale.flops.formulas import (
     KEYS,
     Flops,
     Matrix,
+    choose_matrices,
     dense_step_flops,
     head_name,
-    matrices,
     optimizer_flops,
     step_flops,
 )
@@ -122,13 +122,10 @@ def grid_of(shape: tuple[int, ...], topology: TopologyConfig) -> Grid:
 
 
 def sparse_matrices(experiment: Experiment) -> list[Matrix]:
-    """Return the matrices of our model that become sparse, the same ones as `targets.choose_targets` returns."""
+    """Return the matrices of our model that become sparse."""
     if experiment.mst.stays_dense and (experiment.mst.function is None or experiment.mst.sparsity.max == 0):
         return []
-    targets = experiment.mst.targets
-    able = [m for m in matrices(experiment.model) if m.name != head_name(experiment.model) or targets.lm_head]
-    chosen = set(targets.choose([m.name for m in able]))
-    return [m for m in able if m.name in chosen]
+    return choose_matrices(experiment.model, experiment.mst.targets)
 
 
 # --- before a run ---

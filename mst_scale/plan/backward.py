@@ -25,6 +25,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 
 from mst_scale.config import ModelConfig
+from mst_scale.flops.formulas import head_name
 from mst_scale.plan.setting import Parameter, Setting, held, layers_of, share
 
 FP32 = 4
@@ -97,7 +98,7 @@ class _Backward:
         model, w = self.model, self.s.weight_bytes
         logits = self.predicted * model.padded_vocab
         yield Moment(saved + self.ends, w * logits + _fp32_pieces(self.predicted, model.padded_vocab) + self.waits)
-        name = "wte.weight" if model.tied_head else "lm_head.weight"
+        name = head_name(model)
         working = w * logits + self.stream + self._dense(name)
         yield self._moment(saved + self.ends - w * logits, working, "lm_head", "")  # "": the bias of BERT's head
         if model.tied_head:

@@ -8,7 +8,7 @@ and restart between phases is not counted.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cache
 from itertools import groupby
@@ -25,8 +25,6 @@ from mst_scale.plan.answer import own_setting
 from mst_scale.plan.gpus import Machine
 from mst_scale.plan.recommend import CLOSE, Choice, fitting, recommend
 from mst_scale.plan.step_time import run_seconds
-
-Choose = Callable[[tuple[int, int] | None], list[tuple[int, Choice]]]
 
 
 @dataclass(frozen=True)
@@ -115,26 +113,22 @@ def by_phase(experiment: Experiment, gpus: int, machine: Machine) -> list[PhaseO
         for ranks in numbers:
             own = own_setting(engine, ranks)
             found = [choice for choice in fitting(engine, own, machine) if choice.setting.offload == own.offload]
-            choices.append((ranks, recommend(found, own)))
-        return [(ranks, choice) for ranks, choice in choices if choice is not None]
+            if (choice := recommend(found, own)) is not None:
+                choices.append((ranks, choice))
+        return choices
 
     result = []
     for name, stretched in groupby(stretches(experiment), lambda x: x.phase):
         inside = list(stretched)
-        options = _phase(experiment, inside, machine, choose)
+        steps = sum(x.steps for x in inside)
+        options = [
+            Option(ranks, choice, steps, run_seconds(experiment, choice.setting, machine, inside) / steps)
+            for ranks, choice in choose(_trains(experiment, inside))
+        ]
         if not options:
             raise UserError(f"phase {name} fits on none of {', '.join(map(str, numbers))} GPUs: give a larger --gpus")
-        result.append(PhaseOptions(name, sum(x.steps for x in inside), options))
+        result.append(PhaseOptions(name, steps, options))
     return result
-
-
-def _phase(experiment: Experiment, inside: Sequence[Stretch], machine: Machine, choose: Choose) -> list[Option]:
-    """Return the options of the phase that these stretches make up; `choose` returns each number with its choice."""
-    steps, options = sum(x.steps for x in inside), []
-    for gpus, choice in choose(_trains(experiment, inside)):
-        seconds = run_seconds(experiment, choice.setting, machine, inside)
-        options.append(Option(gpus, choice, steps, seconds / steps))
-    return options
 
 
 def _trains(experiment: Experiment, inside: Sequence[Stretch]) -> tuple[int, int] | None:

@@ -26,10 +26,10 @@ from mst_scale.config.compact import stretches, why_layout_not_compact, why_meth
 from mst_scale.config.deepspeed import batch_shape, precision_of
 from mst_scale.config.parallel import sizes_of
 from mst_scale.errors import UserError
+from mst_scale.flops.formulas import TOKEN_TYPES, choose_matrices
 from mst_scale.mixed_growing.distribution import active_counts, stored_length
 
 BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
-TOKEN_TYPES = 2  # of BERT
 EMBEDDINGS = ("wte", "wpe", "wtt")
 CUT_BY_ROWS, CUT_BY_COLUMNS = ("attention.qkv", "mlp.up"), ("attention.proj", "mlp.down")
 
@@ -274,10 +274,8 @@ def sparse_parameters(model: ModelConfig, targets: TargetsConfig) -> tuple[Param
 def _sparse(
     model: ModelConfig, include: tuple[str, ...], exclude: tuple[str, ...], lm_head: bool
 ) -> tuple[Parameter, ...]:
-    head = "wte.weight" if model.tied_head else "lm_head.weight"
-    inner = [p.name for p in parameters(model) if p.is_matrix and not p.name.startswith((*EMBEDDINGS, "lm_head"))]
-    able = [*([head] if lm_head else []), *inner]
-    chosen = set(TargetsConfig(list(include), list(exclude), lm_head).choose(able))
+    targets = TargetsConfig(list(include), list(exclude), lm_head)
+    chosen = {m.name for m in choose_matrices(model, targets)}
     return tuple(p for p in parameters(model) if p.name in chosen)
 
 
