@@ -7,6 +7,7 @@ files become notes, never errors.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
@@ -25,7 +26,7 @@ from mst_scale.dead_units import KINDS
 from mst_scale.errors import Damaged, UserError
 from mst_scale.report.series import Curve, Thinned
 from mst_scale.run_logging import snapshots
-from mst_scale.run_logging.metrics import is_step
+from mst_scale.run_logging.metrics import parse
 from mst_scale.run_logging.run_file import DIVERGED, ENDED, FINISHED
 from mst_scale.sparsity_variation import Schedule
 
@@ -175,7 +176,8 @@ class Reader:
             raise UserError(f"{folder} is not a run: it has neither metrics.jsonl nor config.json")
         self.folder, self.name = folder, name or Path(os.path.realpath(folder)).name
         self._inode: int | None = None
-        self._snapshots: dict[Path, tuple[int, snapshots.Snapshot | str]] = {}  # (modification time, content or error)
+        # by path and modification time: the content, or why it cannot be read
+        self._snapshots: dict[tuple[Path, int], snapshots.Snapshot | str] = {}
         self._checkpoint: tuple[list[str], str, snapshots.Snapshot] | None = None
         self._reset()
 
@@ -221,14 +223,10 @@ class Reader:
                     return
                 self._offset += len(line)
                 self._newest = line
-                try:
-                    row = json.loads(line)
-                except (ValueError, RecursionError):
-                    row = None
-                if isinstance(row, dict) and is_step(row.get("step")):
-                    self._take(row)
-                else:
+                if (row := parse(line)) is None:
                     self._damaged += 1
+                else:
+                    self._take(row)
 
     def _continues(self, file: BinaryIO) -> bool:
         """Whether what was read last is still where it was."""
@@ -321,18 +319,10 @@ class Reader:
     def _read_snapshots(self) -> None:
         run, before, self._snapshots = self.run, self._snapshots, {}
         for path in snapshots.paths(self.folder):
-            try:
-                modified = path.stat().st_mtime_ns
-            except OSError:  # deleted meanwhile
-                continue
-            if path in before and before[path][0] == modified:
-                self._snapshots[path] = before[path]
-                continue
-            try:
-                self._snapshots[path] = (modified, snapshots.load(path))
-            except (Damaged, OSError) as error:
-                self._snapshots[path] = (modified, str(error))
-        found = [content for _, content in self._snapshots.values()]
+            with contextlib.suppress(OSError):  # deleted meanwhile
+                version = path, path.stat().st_mtime_ns
+                self._snapshots[version] = before.get(version) or _load_snapshot(path)
+        found = self._snapshots.values()
         run.snapshots = [content for content in found if not isinstance(content, str)]
         run.notes += [content for content in found if isinstance(content, str)]
         run.from_checkpoint = not run.snapshots
@@ -386,6 +376,14 @@ class Reader:
             run.notes.append(f"not finished: step {run.step:,} of {run.steps:,}")
         if run.spike_count > len(run.spikes):
             run.notes.append(f"{run.spike_count} spikes of the gradient norm; the {len(run.spikes)} highest are marked")
+
+
+def _load_snapshot(path: Path) -> snapshots.Snapshot | str:
+    """Return a snapshot, or the error."""
+    try:
+        return snapshots.load(path)
+    except (Damaged, OSError) as error:
+        return str(error)
 
 
 def objects(value: Any) -> list[dict[str, Any]]:

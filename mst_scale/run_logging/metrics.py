@@ -29,11 +29,12 @@ class MetricsFile:
         if path.exists():
             with path.open("rb+") as file:
                 for line in file:
-                    row = _parse(line)
+                    row = parse(line)
                     if not line.endswith(b"\n") or (row is not None and row["step"] > step):
                         break
                     self._length += len(line)
-                    self.seconds = self.seconds if row is None else row.get("seconds", 0.0)
+                    if row is not None and type(seconds := row.get("seconds", 0.0)) in (int, float):
+                        self.seconds = seconds
                 file.truncate(self._length)
 
     def write(self, row: dict[str, Any]) -> None:
@@ -55,7 +56,7 @@ def read(path: Path) -> Iterator[dict[str, Any]]:
         for line in file:
             if not line.endswith(b"\n"):
                 return
-            if (row := _parse(line)) is not None:
+            if (row := parse(line)) is not None:
                 yield row
 
 
@@ -64,18 +65,14 @@ def without_nan(row: Mapping[str, Any]) -> dict[str, Any]:
     return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in row.items()}
 
 
-def is_step(value: Any) -> bool:
-    """Return whether a value read from a file can be the number of a step."""
-    return type(value) is int and 0 <= value < LARGEST_STEP
-
-
-def _parse(line: bytes) -> dict[str, Any] | None:
+def parse(line: bytes) -> dict[str, Any] | None:
+    """Return the row in a line, or None if the line is damaged."""
     try:
         row = json.loads(line)
     except (ValueError, RecursionError):
         return None
-    valid = isinstance(row, dict) and is_step(row.get("step")) and type(row.get("seconds", 0.0)) in (int, float)
-    return row if valid else None
+    step = row.get("step") if isinstance(row, dict) else None
+    return row if type(step) is int and 0 <= step < LARGEST_STEP else None
 
 
 class OptionalWrites:
