@@ -293,12 +293,12 @@ def file_digest(path: Path) -> str:
     return digest.hexdigest()
 
 
-def write_atomically(path: Path, text: str) -> None:
-    """Replace the text of a file: a process killed at any time leaves the old text or the new one, never a part."""
+def write_atomically(path: Path, content: str | bytes) -> None:
+    """Replace a file: a process killed at any time leaves the old content or the new one, never a part."""
     draft = path.with_name(path.name + PARTIAL)
     try:
-        with draft.open("w") as file:
-            file.write(text)
+        with draft.open("wb") as file:
+            file.write(content.encode() if isinstance(content, str) else content)
             file.flush()
             os.fsync(file.fileno())
         os.replace(draft, path)

@@ -26,6 +26,7 @@ from typing import Any
 
 import jinja2
 
+from mst_scale.checkpoints.store import write_atomically
 from mst_scale.errors import UserError
 from mst_scale.hybrid_sparse_attention.pattern import ACCOUNTINGS
 from mst_scale.report import comparison, frontier, summary, topology_charts, weight_charts
@@ -183,9 +184,7 @@ class Report:
         self, title: str, lead: str, sections: list[Section], refresh: int | None = None, headline: str = ""
     ) -> dict[str, Any]:
         path = self.out / "index.html"
-        draft = path.with_suffix(".partial")
-        draft.write_text(render_page(title[:200], lead, sections, refresh, headline), encoding="utf-8")
-        os.replace(draft, path)
+        write_atomically(path, render_page(title[:200], lead, sections, refresh, headline))
         figures = [figure for section in sections for figure in section.figures]
         return {
             "page": str(path),

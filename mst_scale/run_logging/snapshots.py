@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import io
 import json
-import os
 import re
 import zipfile
 import zlib
@@ -20,6 +19,7 @@ from typing import Any
 
 import numpy as np
 
+from mst_scale.checkpoints.store import write_atomically
 from mst_scale.errors import Damaged
 
 FOLDER = "snapshots"
@@ -92,13 +92,7 @@ def save(run: Path, snapshot: Snapshot) -> None:
     np.savez_compressed(buffer, **arrays)
     path = run / FOLDER / f"step{snapshot.step:08d}.npz"
     path.parent.mkdir(parents=True, exist_ok=True)
-    draft = path.with_suffix(".partial")
-    try:
-        draft.write_bytes(buffer.getvalue())
-        os.replace(draft, path)
-    except OSError:
-        draft.unlink(missing_ok=True)
-        raise
+    write_atomically(path, buffer.getvalue())
 
 
 def load(path: Path) -> Snapshot:
