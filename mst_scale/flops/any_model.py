@@ -13,6 +13,7 @@ import math
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -49,10 +50,8 @@ class ModelLedger:
     def __init__(self, model: nn.Module, optimizer: float = 0.0, parts: int = 1):
         """Register hooks on the model.
 
-        Args:
-            model: the model.
-            optimizer: this rank's part of the FLOPs that the optimizer adds to every step.
-            parts: the number of ranks over which sequences are split.
+        `optimizer` is this rank's part of the FLOPs that the optimizer adds to every step, and `parts` the number of
+        ranks over which sequences are split.
         """
         self.optimizer, self.parts = optimizer, parts
         self.attention = [found for layer in model.modules() if (found := _attention(layer)) is not None]
@@ -70,11 +69,11 @@ class ModelLedger:
             weight = getattr(module, "weight", None)
             if id(weight) in names and id(weight) not in heads and _multiplies(module):
                 product = self.products.setdefault(id(weight), Product(names[id(weight)]))
-                self.measuring.append(module.register_forward_hook(self._measure(product)))
+                self.measuring.append(module.register_forward_hook(partial(self._measure, product)))
         for weight, norm in heads.values():
             outputs, inputs = shape_of(weight)
             product = self.products[id(weight)] = Product(names[id(weight)], outputs, inputs)
-            self.measuring.append(norm.register_forward_hook(self._measure_head(product)))
+            self.measuring.append(norm.register_forward_hook(partial(self._measure_head, product)))
         model.register_forward_pre_hook(self._begin, with_kwargs=True)
         model.register_forward_hook(self._end, always_call=True)
 
@@ -88,23 +87,17 @@ class ModelLedger:
             tokens, length = _size(tree_leaves((args, named)))
             self.inputs.append((tokens, length * self.parts))
 
-    def _measure(self, product: Product) -> Any:
-        def hook(module: Any, args: tuple[Any, ...], output: Any) -> None:
-            if self.training and torch.is_tensor(output):  # recomputation happens after the forward
-                cut = cut_of(module.weight)
-                sliced = output.shape[-1] == cut.local_matrix[0]
-                product.outputs = cut.matrix[0] if sliced else output.shape[-1]
-                product.inputs = math.prod(cut.shape) // product.outputs
-                product.rows += self._rows(output)
+    def _measure(self, product: Product, module: Any, args: tuple[Any, ...], output: Any) -> None:
+        if self.training and torch.is_tensor(output):  # recomputation happens after the forward
+            cut = cut_of(module.weight)
+            sliced = output.shape[-1] == cut.local_matrix[0]
+            product.outputs = cut.matrix[0] if sliced else output.shape[-1]
+            product.inputs = math.prod(cut.shape) // product.outputs
+            product.rows += self._rows(output)
 
-        return hook
-
-    def _measure_head(self, product: Product) -> Any:
-        def hook(norm: Any, args: tuple[Any, ...], output: torch.Tensor) -> None:
-            if self.training:
-                product.rows += self._rows(output)
-
-        return hook
+    def _measure_head(self, product: Product, norm: nn.Module, args: tuple[Any, ...], output: torch.Tensor) -> None:
+        if self.training:
+            product.rows += self._rows(output)
 
     def _rows(self, output: torch.Tensor) -> float:
         """Return the number of rows per token of the input."""
@@ -121,10 +114,8 @@ class ModelLedger:
     ) -> None:
         """Add an optimizer step, which consists of the forwards since the previous one.
 
-        Args:
-            pattern: the attention pattern.
-            densities: the fraction of active weights by parameter name.
-            gradients: the `gradient_density` of `formulas.step_flops`.
+        `densities` are the fractions of active weights by parameter name, `gradients` the `gradient_density` of
+        `formulas.step_flops`.
         """
         inputs, self.inputs = self.inputs, []
         tokens = sum(count for count, _ in inputs)

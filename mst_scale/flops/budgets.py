@@ -17,7 +17,7 @@ from typing import Any
 
 from mst_scale.checkpoints import store
 from mst_scale.comm import logger
-from mst_scale.config import RATE_DURATIONS, Experiment, ModelConfig, TrainingConfig, load, load_of_run
+from mst_scale.config import RATE_DURATIONS, Experiment, ModelConfig, load, load_of_run
 from mst_scale.config.check import OPTION, folder_of, smaller_model
 from mst_scale.config.deepspeed import global_batch
 from mst_scale.errors import UserError
@@ -88,14 +88,8 @@ def shortened(experiment: Experiment, ranks: int = 1) -> Experiment:
     step = global_batch(experiment.deepspeed, ranks) * forecast(experiment, ranks=ranks).dense["paper"].total
     steps = max(1, round(budget / step))
     logger.info("dense-short: %d dense steps take the same FLOPs as %d steps of %s", steps, like.training.steps, path)
-    return replace(experiment, training=_shortened(experiment.training, steps))
-
-
-def _shortened(training: TrainingConfig, steps: int) -> TrainingConfig:
-    def fit(duration: int | float) -> int | float:
-        if isinstance(duration, float) or duration == 0:
-            return duration
-        return max(1, round(duration * steps / training.steps))
-
-    rate: dict[str, Any] = {name: fit(getattr(training, name)) for name in RATE_DURATIONS}
-    return replace(training, steps=steps, **rate)
+    training = experiment.training
+    durations = {name: getattr(training, name) for name in RATE_DURATIONS}
+    in_steps = {name: duration for name, duration in durations.items() if isinstance(duration, int) and duration}
+    fitted: dict[str, Any] = {name: max(1, round(n * steps / training.steps)) for name, n in in_steps.items()}
+    return replace(experiment, training=replace(training, steps=steps, **fitted))

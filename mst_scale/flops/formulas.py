@@ -174,13 +174,8 @@ def step_flops(
 ) -> Flops:
     """Count the forward and backward passes of one sequence (3 · forward), which a batch multiplies.
 
-    Args:
-        model: the model.
-        density: see `forward_flops`.
-        pattern: the attention pattern.
-        accounting: "paper" or "causal".
-        length: tokens of the sequence, by default the model's context.
-        gradient_density: the density of the products that compute the gradients of the weights, by default `density`.
+    `density`, `accounting` and `length` are those of `forward_flops`; `gradient_density` is the density of the products
+    that compute the gradients of the weights, by default `density`.
     """
     tokens = model.seq_length if length is None else length
     share = pattern.share(tokens, accounting, model.causal)

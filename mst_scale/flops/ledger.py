@@ -37,6 +37,7 @@ from mst_scale.flops.formulas import (
 from mst_scale.hybrid_sparse_attention.pattern import ACCOUNTINGS, Pattern
 from mst_scale.mixed_growing.config import TopologyConfig, fewest, grid_shape
 from mst_scale.mixed_growing.distribution import active_counts
+from mst_scale.sparsity_variation import Segment
 
 OPTIMIZER_KEY = "flops_optimizer"  # the same in both accountings; only present if the optimizer's FLOPs are counted
 UPDATE_FLOPS = 17  # per weight and step: 14 for AdamW, 3 for the norm of the gradient and clipping
@@ -49,13 +50,9 @@ Both = dict[str, Flops]
 
 
 @dataclass(frozen=True)
-class Stretch:
+class Stretch(Segment):
     """Steps [start, stop) that cost the same: one phase, one sparsity, one attention pattern."""
 
-    start: int
-    stop: int
-    phase: str
-    sparsity: float  # the target over all sparse matrices together
     pattern: Pattern
     density: dict[str, float]  # share of active weights of every sparse matrix
     gradient_density: dict[str, float] | None = None  # of the products that compute their gradients, if it differs
@@ -69,11 +66,8 @@ class Stretch:
 def stretches(experiment: Experiment, *, dense_head: bool = False) -> Iterator[Stretch]:
     """Yield the stretches of the whole run, in order.
 
-    The forward pass after s optimizer steps belongs to the stretch that contains s.
-
-    Args:
-        experiment: the run.
-        dense_head: whether to count the head as dense.
+    The forward pass after s optimizer steps belongs to the stretch that contains s. With `dense_head`, the head counts
+    as dense.
     """
     schedule = experiment.schedule
     sparse = [m for m in sparse_matrices(experiment) if not (dense_head and m.name == head_name(experiment.model))]
@@ -268,12 +262,9 @@ class Ledger:
     """
 
     def __init__(self, model: ModelConfig, sequences: int, optimizer: float = 0.0):
-        """Begin at zero.
+        """Begin at zero, with `sequences` per step.
 
-        Args:
-            model: the model.
-            sequences: sequences per step.
-            optimizer: FLOPs that the optimizer adds to every step, dense or not; they are also summed separately.
+        `optimizer` are the FLOPs that the optimizer adds to every step, dense or not; they are also summed separately.
         """
         self.model, self.sequences, self.optimizer = model, sequences, optimizer
         self.spent_by_optimizer = 0.0
