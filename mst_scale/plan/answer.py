@@ -209,14 +209,9 @@ class Plan:
 def plan(
     experiment: Experiment, gpus: int, machine: Machine, tokens: float | None = None, fixed: Mapping[str, int] = FREE
 ) -> Plan:
-    """Plan a run.
+    """Plan a run of so many tokens, by default of `training.steps`.
 
-    Args:
-        experiment: The config.
-        gpus: Their number.
-        machine: What they and their network can do.
-        tokens: The length of the run; None: `training.steps`.
-        fixed: Tensor, sequence or pipeline sizes that every proposal must have.
+    `fixed` are tensor, sequence or pipeline sizes that every proposal must have.
 
     Raises:
         UserError: If the config does not fit; it names a setting or a number of GPUs that does.
@@ -370,8 +365,7 @@ def _shareable(experiment: Experiment, gpus: int, machine: Machine) -> Experimen
     for tensor in range(2, machine.gpu.per_node + 1):
         if gpus % tensor or total % replace(sizes, tensor=tensor).data(gpus):
             continue
-        asked = {**experiment.deepspeed, "tensor_parallel": {"autotp_size": tensor}}
-        wanted = replace(experiment, deepspeed=asked)
+        wanted = _with_sizes(experiment, {"tensor": tensor})
         if _problem(wanted, own_setting(wanted, gpus), machine) is None:
             return wanted
     return experiment

@@ -46,12 +46,7 @@ class Moment:
 def moments(model: ModelConfig, s: Setting, stage: int, block: int, ends: int) -> tuple[Moment, ...]:
     """Return the moments in order, on a rank of a pipeline stage.
 
-    Args:
-        model: The model.
-        s: How it is trained.
-        stage: The pipeline stage.
-        block: Bytes that autograd saves for one block.
-        ends: Bytes that it saves for embeddings, the last norm, the head and the loss.
+    Autograd saves `block` bytes for one block, and `ends` bytes for embeddings, the last norm, the head and the loss.
     """
     replayed = replace(s, accumulation=min(s.accumulation, s.pipeline), ranks=s.sizes.model, offload_optimizer=False)
     return _moments(model, replace(replayed, compact=s.compacted, offload_parameters=False), stage, block, ends)

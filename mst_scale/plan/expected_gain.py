@@ -29,6 +29,7 @@ LARGEST = 1.45e13  # parameters · tokens of the largest run
 SLACK = 1.1  # beyond these ends by which the law is still used
 MEASURED = ("mst-best", "mst-lean")
 PAGE = "docs/does-it-work.md"
+_SMALL = "all that is recorded is one seed at 0.12 M parameters and 20 tokens per parameter"
 
 Goal = Literal["train-cost", "inference-cost"]
 
@@ -71,10 +72,8 @@ def recipe_of(experiment: Experiment) -> str | None:
     """
     for name, recipe in RECIPES.items():
         own = resolve({"recipe": name, "model": {"seq_length": experiment.model.seq_length}})
-        rates = recipe["training"]
-        if _choices(own) == _choices(experiment) and all(
-            getattr(experiment.training, key) == value for key, value in rates.items()
-        ):
+        same_rates = all(getattr(experiment.training, key) == value for key, value in recipe["training"].items())
+        if same_rates and _choices(own) == _choices(experiment):
             return name
     return None
 
@@ -84,15 +83,10 @@ def _choices(experiment: Experiment) -> tuple[Any, ...]:
     mst = experiment.mst
     topology, attention = mst.topology, mst.attention
     return (
-        mst.method,
-        replace(mst.sparsity, sparse_tokens=None),
-        [
-            getattr(topology, name)
-            for name in ("policy", "granularity", "random_ratio", "grown_moments", "update_schedule")
-        ],
-        [getattr(attention, name) for name in ("pattern", "stride", "dense_from", "phase_strides")],
-        mst.targets,
-    )
+        mst.method, mst.targets, replace(mst.sparsity, sparse_tokens=None),
+        topology.policy, topology.granularity, topology.random_ratio, topology.grown_moments, topology.update_schedule,
+        attention.pattern, attention.stride, attention.dense_from, attention.phase_strides,
+    )  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -141,14 +135,12 @@ def expect(experiment: Experiment, sequences: int) -> Expectation | None:
     gain = law(size, length)
     if gain is None:
         return Expectation(recipe, size, length, None, f"beyond what has been measured ({_measured()})")
-    if mst.sparsity.is_limited and experiment.schedule != _without_limit(experiment).schedule:
+    unlimited = replace(experiment, mst=replace(mst, sparsity=replace(mst.sparsity, sparse_tokens=None)))
+    if mst.sparsity.is_limited and experiment.schedule != unlimited.schedule:
         limit = f"{mst.sparsity.sparse_tokens:g} tokens per parameter"
         why = f"beyond what has been measured, because the sparse phase ends after {limit}"
         return Expectation(recipe, size, length, None, why)
     return Expectation(recipe, size, length, gain)
-
-
-_SMALL = "all that is recorded is one seed at 0.12 M parameters and 20 tokens per parameter"
 
 
 def _tokens_per_parameter(experiment: Experiment, sequences: int) -> float:
@@ -160,11 +152,6 @@ def _measured() -> str:
         f"{low:,.3g} to {high:,.3g}" for low, high in ([x / 1e6 for x in PARAMETERS], TOKENS_PER_PARAMETER)
     )
     return f"{sizes} M parameters, {lengths} tokens per parameter"
-
-
-def _without_limit(experiment: Experiment) -> Experiment:
-    sparsity = replace(experiment.mst.sparsity, sparse_tokens=None)
-    return replace(experiment, mst=replace(experiment.mst, sparsity=sparsity))
 
 
 # --- which recipe fits a goal ---

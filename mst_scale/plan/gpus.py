@@ -118,12 +118,8 @@ def machine(
 ) -> Machine:
     """Describe the GPUs, nodes and efficiencies of a plan.
 
-    Args:
-        name: Of the GPU.
-        gpus: Their number.
-        nodes: The nodes that hold the GPUs, if they are not full DGX nodes.
-        efficiencies: Such as "matmul=0.5".
-        network: Gb/s from a node to the others, if it is not that of a DGX node.
+    Nodes are full DGX nodes unless their number, or the Gb/s from a node to the others, is given. Efficiencies are such
+    as "matmul=0.5".
     """
     gpu = gpu_named(name)
     if nodes is not None:

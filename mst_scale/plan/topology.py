@@ -126,12 +126,8 @@ def calls(
 ) -> Calls:
     """Return the collectives of the topology step at the end of optimizer step `step`.
 
-    Args:
-        experiment: The config.
-        s: How its ranks share the model.
-        step: The optimizer step.
-        opened: Layers that were open in each round of refinement; None: the expected ones.
-        again: Layers whose bracket missed, in each pass that took; none are expected to.
+    `opened` are the layers that were open in each round of refinement, by default the expected ones, and `again` those
+    whose bracket missed, in each pass that took; none are expected to.
     """
     if s.stage == 0 and s.tensor == 1:
         return Calls([], [], [])
