@@ -90,21 +90,9 @@ def evaluate(
     log: Callable[[str], None] = logger.info,
     write: Callable[[Path, str], None] = store.write_atomically,
 ) -> Result:
-    """Evaluate a model on all tasks.
+    """Evaluate a model on all tasks, whose documents `docs` has by name; return the result, the same on every rank.
 
-    Args:
-        model: The model.
-        text: Its tokenizer.
-        tasks: The tasks, in order.
-        docs: Their documents, by name.
-        settings: How to evaluate.
-        out: The file of results, which rank 0 writes.
-        ranks: The processes that share the work. A collective: every rank calls it.
-        log: Called with one line for each task.
-        write: Writes the file of results.
-
-    Returns:
-        The result, the same on every rank.
+    A collective of the `ranks` that share the work. Rank 0 writes the file of results, `out`, by means of `write`.
     """
     first = ranks is None or ranks.first
     context, stride = settings.windows_of(model)
@@ -127,14 +115,7 @@ def evaluate(
         return {} if out is None else _finished(out, result)
 
     before = finished() if ranks is None else ranks.on_first(finished)
-    scorer = Scorer(
-        model.logits,
-        context=context,
-        vocab_size=model.vocab_size,
-        device=model.device,
-        batch=settings.batch,
-        ranks=ranks,
-    )
+    scorer = Scorer(model.logits, context, model.vocab_size, model.device, settings.batch, ranks)
     for task in tasks:
         found = docs[task.name]
         if task.name in before and before[task.name]["digest"] == found.digest:

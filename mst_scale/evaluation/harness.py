@@ -69,21 +69,16 @@ def windows(ids: Sequence[int], context: int, stride: int) -> list[Window]:
     return found
 
 
+@dataclass(frozen=True)
 class Scorer:
     """Computes log-probabilities; `logits` maps (batch, length) int64 ids to (batch, length, at least vocab_size)."""
 
-    def __init__(
-        self,
-        logits: Callable[[torch.Tensor], torch.Tensor],
-        *,
-        context: int,
-        vocab_size: int,
-        device: torch.device,
-        batch: int = 8,
-        ranks: Ranks | None = None,
-    ):
-        self.logits, self.context, self.vocab_size = logits, context, vocab_size
-        self.device, self.batch, self.ranks = device, batch, ranks
+    logits: Callable[[torch.Tensor], torch.Tensor]
+    context: int
+    vocab_size: int
+    device: torch.device
+    batch: int
+    ranks: Ranks | None
 
     @torch.no_grad()
     def score(self, work: Sequence[Window]) -> list[Score]:
@@ -164,11 +159,20 @@ class _Answer(tuple[float, bool]):
 
     score: Score
 
+    def __new__(cls, score: Score) -> _Answer:
+        self = super().__new__(cls, (score.log, score.hits == score.tokens))
+        self.score = score
+        return self
+
 
 class _Rolling(float):
     """A text's log-likelihood, and its score."""
 
-    score: Score
+    def __new__(cls, score: Score) -> _Rolling:
+        return super().__new__(cls, score.log)
+
+    def __init__(self, score: Score):
+        self.score = score
 
 
 def _model_class(harness: dict[str, Any]) -> type:
@@ -189,8 +193,7 @@ def _model_class(harness: dict[str, Any]) -> type:
             return [int(i) for i in self.encode(string)]
 
         def loglikelihood(self, requests: Any, disable_tqdm: bool = True) -> list[_Answer]:
-            answers: list[_Answer] = super().loglikelihood(requests, disable_tqdm=disable_tqdm)
-            return answers
+            return super().loglikelihood(requests, disable_tqdm=disable_tqdm)
 
         def _loglikelihood_tokens(self, requests: Any, **kwargs: Any) -> list[_Answer]:
             work = []
@@ -200,24 +203,13 @@ def _model_class(harness: dict[str, Any]) -> type:
                 whole = [*context, *continuation]
                 ids = whole[-self.scorer.context - 1 :]  # a text that is too long is truncated at its beginning
                 work.append(Window(ids, len(continuation)))
-            answers = []
-            for score in self.scorer.score(work):
-                answer = _Answer((score.log, score.hits == score.tokens))
-                answer.score = score
-                answers.append(answer)
-            return answers
+            return [_Answer(score) for score in self.scorer.score(work)]
 
         def loglikelihood_rolling(self, requests: Any, disable_tqdm: bool = True) -> list[_Rolling]:
             """Score each text separately. Its first token is not scored, because it has no context."""
             cut = [windows(self.tok_encode(request.args[0]), self.scorer.context, self.stride) for request in requests]
             scores = iter(self.scorer.score([window for windows_ in cut for window in windows_]))
-            found = []
-            for windows_ in cut:
-                total = sum((next(scores) for _ in windows_), Score(0.0, 0, 0))
-                rolling = _Rolling(total.log)
-                rolling.score = total
-                found.append(rolling)
-            return found
+            return [_Rolling(sum((next(scores) for _ in windows_), Score(0.0, 0, 0))) for windows_ in cut]
 
         def generate_until(self, requests: Any, disable_tqdm: bool = True) -> list[str]:
             raise NotImplementedError("no task generates text")

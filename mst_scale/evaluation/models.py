@@ -75,13 +75,9 @@ class Text:
 def open_model(
     name: str, tokenizer: str | None, device: torch.device, config: Path | None = None
 ) -> tuple[Model, Text]:
-    """Open a model and its tokenizer.
+    """Open a model on a device, and its tokenizer, or `tokenizer` instead of its own.
 
-    Args:
-        name: A run's or a checkpoint's folder, a folder of transformers, or a name on the hub.
-        tokenizer: A tokenizer to use instead of the model's own.
-        device: Where the model computes.
-        config: The experiment, if it is not next to our checkpoint.
+    `config` is the experiment, if it is not next to our checkpoint.
 
     Raises:
         UserError: if there is no such model, it does not predict the next token, or the tokenizer does not fit.
@@ -90,7 +86,8 @@ def open_model(
     path = Path(name)
     if is_compact(path):
         return _compact(path, tokenizer, device)
-    if is_transformers(path) and store.of_other_loops(path) is None:  # of a checkpoint the fp32 masters are read
+    has_config = model_config.is_transformers(path / "config.json")
+    if has_config and store.of_other_loops(path) is None:  # of a checkpoint the fp32 masters are read
         return _pretrained(name, path, tokenizer, device)
     if on_hub(name):
         return _pretrained(name, None, tokenizer, device)
@@ -116,11 +113,6 @@ def on_hub(name: str) -> bool:
     if name.startswith(".") or not HUB_NAME.fullmatch(name):
         raise UserError(f"there is no {name}: give a run's folder, a checkpoint, or a model of transformers")
     return True
-
-
-def is_transformers(folder: Path) -> bool:
-    """Return whether a folder has a config.json of transformers."""
-    return model_config.is_transformers(folder / "config.json")
 
 
 def our_text(name: str, vocab_size: int) -> Text:
@@ -240,8 +232,7 @@ def _causal_logits(name: str, model: Any, device: torch.device) -> Logits:
     """
 
     def logits(ids: torch.Tensor) -> torch.Tensor:
-        result: torch.Tensor = model(ids).logits
-        return result
+        return model(ids).logits
 
     first = logits(torch.tensor([[0, 1], [0, 2]], device=device))[:, 0].float()
     if (first[0] - first[1]).abs().max() > 1e-4 * first.abs().max():  # rounding is far below, a second token far above
@@ -281,8 +272,7 @@ def _their_text(name: str, vocab_size: int) -> Text:
         raise UserError(f"the tokenizer of {name} has {len(found)} ids, but the model only {vocab_size}")
 
     def encode(string: str) -> Iterable[int]:
-        ids: list[int] = found(string, add_special_tokens=False)["input_ids"]
-        return ids
+        return found(string, add_special_tokens=False)["input_ids"]
 
     return Text(f"of {name}", encode, found.eos_token_id)
 

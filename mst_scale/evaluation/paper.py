@@ -11,7 +11,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-COLUMNS = ("LAMBADA acc", "LAMBADA ppl", "WikiText2", "PTB", "WikiText103", "1BW", "RTE", "MRPC")
+# column → (task, factor, metric per token, metric per word)
+COLUMNS = {
+    "LAMBADA acc": ("lambada", 100, "token_acc", "acc"),
+    "LAMBADA ppl": ("lambada", 1, "token_perplexity", "perplexity"),
+    "WikiText2": ("wikitext2", 1, "token_perplexity", "word_perplexity"),
+    "PTB": ("ptb", 1, "token_perplexity", "word_perplexity"),
+    "WikiText103": ("wikitext103", 1, "token_perplexity", "word_perplexity"),
+    "1BW": ("1bw", 1, "token_perplexity", "word_perplexity"),
+    "RTE": ("rte", 100, "acc", None),
+    "MRPC": ("mrpc", 100, "acc", None),
+}
 PAPER: dict[str, tuple[float | None, ...]] = {
     "Dense": (60.74, 13.22, 34.89, 34.06, 36.29, 44.16, 52.98, 71.26),
     "Tiny": (53.29, 31.91, 58.00, 58.71, 60.78, 71.96, 55.87, 71.63),
@@ -24,17 +34,6 @@ CONTEXT = 1024
 VOCABULARY = range(50_257, 50_305)  # GPT-2's ids, and a padded vocabulary
 SIZES = (124_318_464, 30_308_736)  # GPT-2 small without biases and norms, and the paper's Tiny: 12·n·d² + (V + 1024)·d
 NEAR = 0.02  # relative; allows for biases, norms and the padding of a vocabulary
-# (task, metric, factor) of each column
-PER_TOKEN = (
-    ("lambada", "token_acc", 100), ("lambada", "token_perplexity", 1), ("wikitext2", "token_perplexity", 1),
-    ("ptb", "token_perplexity", 1), ("wikitext103", "token_perplexity", 1), ("1bw", "token_perplexity", 1),
-    ("rte", "acc", 100), ("mrpc", "acc", 100),
-)  # fmt: skip
-PER_WORD = (
-    ("lambada", "acc", 100), ("lambada", "perplexity", 1), ("wikitext2", "word_perplexity", 1),
-    ("ptb", "word_perplexity", 1), ("wikitext103", "word_perplexity", 1), ("1bw", "word_perplexity", 1),
-    None, None,
-)  # fmt: skip
 
 
 def comparable(context: int, vocab_size: int, parameters: int) -> bool:
@@ -51,28 +50,25 @@ def rows(
     tasks: dict[str, Any], name: str = "this model", paper: Mapping[str, tuple[float | None, ...]] = PAPER
 ) -> dict[str, list[float | None]]:
     """Return the paper's rows and ours by name, given the tasks of an eval.json; missing values are None."""
-    ours = {f"{name}, per token": _row(tasks, PER_TOKEN)}
-    word = _row(tasks, PER_WORD)
+    token: list[float | None] = []
+    word: list[float | None] = []
+    for task, factor, *both in COLUMNS.values():
+        metrics = tasks.get(task, {}).get("metrics", {})
+        for row, metric in zip((token, word), both, strict=True):
+            value = metrics.get(metric)
+            row.append(None if value is None else factor * value)
+    ours = {f"{name}, per token": token}
     if any(value is not None for value in word):
         ours[f"{name}, per word"] = word
     return {**{key: list(values) for key, values in paper.items()}, **ours}
-
-
-def _row(tasks: dict[str, Any], columns: tuple[Any, ...]) -> list[float | None]:
-    values: list[float | None] = []
-    for column in columns:
-        task, metric, factor = column or ("", "", 1)
-        value = tasks.get(task, {}).get("metrics", {}).get(metric)
-        values.append(None if value is None else factor * value)
-    return values
 
 
 def table(tasks: dict[str, Any], name: str = "this model", *, with_paper: bool = True) -> str:
     """Format aligned columns, with the paper's rows above ours if `with_paper`; – marks a missing value."""
     found = rows(tasks, name, PAPER if with_paper else {})
     keep = [i for i in range(len(COLUMNS)) if any(row[i] is not None for key, row in found.items() if key not in PAPER)]
-    lines = [["", *(COLUMNS[i] for i in keep)]]
-    lines += [[key, *("–" if row[i] is None else _number(row[i]) for i in keep)] for key, row in found.items()]
+    lines = [["", *(column for i, column in enumerate(COLUMNS) if i in keep)]]
+    lines += [[key, *(_cell(row[i]) for i in keep)] for key, row in found.items()]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     return "\n".join(
         "  ".join([line[0].ljust(widths[0]), *(cell.rjust(w) for cell, w in zip(line[1:], widths[1:], strict=True))])
@@ -80,6 +76,7 @@ def table(tasks: dict[str, Any], name: str = "this model", *, with_paper: bool =
     )
 
 
-def _number(value: float | None) -> str:
-    assert value is not None
+def _cell(value: float | None) -> str:
+    if value is None:
+        return "–"
     return f"{value:.2f}" if value < 1e5 else f"{value:.3g}"

@@ -127,22 +127,13 @@ def _from_folder(task: Task, folder: Path, needs_train: bool) -> Documents:
     if path is None:
         names = " or ".join(p.name for p in _candidates(task, folder))
         raise UserError(f"{folder} has no {names} for task {task.name!r} (mst eval --help describes the format)")
-    if path.suffix == ".txt":
-        text = _text(path)
-        lines = [line for line in text.split("\n") if line.strip()]
-        rows = [{"text": part} for part in (lines if task.kind == "last word" else [text])]
-    else:
-        rows = _read_lines(path, task.fields)
-        if task.kind == "text":
-            rows = [{"text": "\n\n".join(row["text"] for row in rows)}]
-    _check(task, rows, path)
+    rows = _read(task, path)
     train: list[Doc] = []
     if needs_train:
         examples = folder / f"{task.name}.train.jsonl"
         if not examples.is_file():
             raise UserError(f"{folder} has no {examples.name} with examples for few-shot prompts: add it, or --shots 0")
-        train = _read_lines(examples, task.fields)
-        _check(task, train, examples)
+        train = _read(task, examples)
     return Documents([row for row in rows if row.get("text", "x").strip()], train, str(path))
 
 
@@ -178,12 +169,22 @@ def _read_lines(path: Path, fields: Mapping[str, type]) -> list[Doc]:
     return rows
 
 
-def _check(task: Task, rows: list[Doc], path: Path) -> None:
+def _read(task: Task, path: Path) -> list[Doc]:
+    """Return the documents of a file; errors name the line or the document."""
+    if path.suffix == ".txt":
+        text = _text(path)
+        lines = [line for line in text.split("\n") if line.strip()]
+        rows = [{"text": part} for part in (lines if task.kind == "last word" else [text])]
+    else:
+        rows = _read_lines(path, task.fields)
+        if task.kind == "text":
+            rows = [{"text": "\n\n".join(row["text"] for row in rows)}]
     for number, row in enumerate(rows, start=1):
         if task.kind == "choice" and row["label"] not in range(len(task.choices)):
             raise UserError(f"{path}: document {number} has label {row['label']}; labels must be 0 or 1")
         if task.kind == "last word" and len(row["text"].split()) < 2:
             raise UserError(f"{path}: document {number} has no word before its last: {row['text'][:40]!r}")
+    return rows
 
 
 def _from_hub(task: Task, needs_train: bool) -> Documents:
