@@ -19,12 +19,13 @@ import traceback
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, NoReturn
 
 from mst_scale import comm
 from mst_scale.comm import Ranks
 from mst_scale.doctor import machine
-from mst_scale.doctor.findings import WRONG, Finding, Report, announce, failed, look, merge, ok, run_each
+from mst_scale.doctor.findings import WRONG, Finding, Report, failed, look, merge, ok, run_each
 
 LONGEST = 600.0  # seconds for one check: compiling takes most, a minute or two on a slow machine
 TUNING = 3600.0
@@ -57,15 +58,12 @@ def _checks(full: bool, tune: bool) -> list[Check]:
         return quick
     from mst_scale.doctor import full as more  # imports torch's compiler, which takes seconds
 
-    def training(stage: int) -> Check:
-        return Check(
-            f"training, ZeRO {stage}", lambda group: more.check_training(group, stage), together=True, slow=True
-        )
-
+    training = {f"training, ZeRO {stage}": partial(more.check_training, stage=stage) for stage in (0, 1, 3)}
     return [
         *quick,
         Check("kernels", lambda _: more.check_kernels(), slow=True),
-        *map(training, (0, 1, 3)),  # at stage 0 each rank chooses its own masks, at the others ranks hold shards of one
+        # at stage 0 each rank chooses its own masks, at the others ranks hold shards of one
+        *(Check(name, run, together=True, slow=True) for name, run in training.items()),
         *([Check("tune", more.tune, seconds=TUNING, slow=True)] if tune else []),
         Check("choices", lambda _: more.check_choices()),
     ]
@@ -138,7 +136,7 @@ def examine(group: Ranks | None, checks: Sequence[Check], add: Callable[[Sequenc
         if check.together and group is None:
             continue
         if check.slow and comm.launched_rank() == 0:
-            announce(check.name)
+            print(f"mst doctor: checking {check.name} …", file=sys.stderr, flush=True)
         findings, stuck = [], False
         if check.together and blocked:
             message = f"not checked: ranks still wait for each other in {blocked}"

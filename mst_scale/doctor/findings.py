@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, TextIO
@@ -123,8 +122,3 @@ class Report:
             verdict = f"\x1b[{_COLORS[finding.verdict]}m{verdict}\x1b[0m"
         fix = f" → {finding.fix}" if finding.fix else ""
         return f"{verdict} {finding.name:<20} {finding.message}{fix}"
-
-
-def announce(check: str) -> None:
-    """Print on stderr which check is running, as full checks may take minutes while kernels are compiled."""
-    print(f"mst doctor: checking {check} …", file=sys.stderr, flush=True)

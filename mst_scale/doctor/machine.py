@@ -6,6 +6,7 @@ from the package's metadata and from zero_shards, tested versions from constrain
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import importlib.util
 import os
@@ -175,10 +176,9 @@ def _output(*command: str) -> str:
 
 def _supported() -> dict[str, SpecifierSet]:
     """Return supported versions by package, as setup.py has them."""
-    try:
+    lines: list[str] = []
+    with contextlib.suppress(metadata.PackageNotFoundError):  # a clone that is not installed
         lines = metadata.requires("mst_scale") or []
-    except metadata.PackageNotFoundError:
-        lines = []  # a clone that is not installed
     found = {requirement.name: requirement.specifier for requirement in map(Requirement, lines)}
     try:
         from mst_scale.zero_shards.versions import OLDEST_TORCH, SUPPORTED_DEEPSPEED

@@ -211,5 +211,5 @@ def _slowest(
             torch.cuda.synchronize()
         times.append(time.perf_counter() - began)
         wrong_values += not torch.equal(arrived, expected)
-    slowest: list[float] = everyone.max(torch.tensor(times[2:], dtype=torch.float64)).tolist()
+    slowest = everyone.max(torch.tensor(times[2:], dtype=torch.float64)).tolist()
     return None if int(everyone.sum(torch.tensor(wrong_values))) else slowest
