@@ -248,7 +248,7 @@ def frontier_chart(methods: Sequence[Method], accounting: str, others: Sequence[
         axes.yaxis.set_major_formatter("{x:.3g}")
         axes.yaxis.set_minor_formatter(NullFormatter() if max(losses) > 3 * min(losses) else "{x:.3g}")
         if crowded:
-            _name_uncounted(axes, shown, theme)
+            _name_points(axes, shown, theme)
         legend(figure, axes.get_legend_handles_labels()[0])
 
     caption = (
@@ -289,7 +289,7 @@ def _short_names(methods: Sequence[Method]) -> dict[str, str]:
     return {method.name: method.name.partition(",")[0] if same else method.name for method in methods}
 
 
-def _name_uncounted(axes: Axes, shown: Sequence[tuple[Method, Point]], theme: Theme) -> None:
+def _name_points(axes: Axes, shown: Sequence[tuple[Method, Point]], theme: Theme) -> None:
     """List names and losses to the right of the axes, in the order of the losses, with a line to each point."""
     names = _short_names([method for method, _ in shown])
     for i, (method, point) in enumerate(sorted(shown, key=lambda pair: pair[1].loss)):

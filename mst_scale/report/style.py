@@ -25,6 +25,7 @@ WIDTH, HEIGHT = 6.4, 3.7  # inches
 DPI = 200
 LINE_STYLES: tuple[Any, ...] = ("-", (0, (5, 1.5)), (0, (1.5, 1.2)), (0, (6, 1.5, 1.5, 1.5)))
 MARKERS = "osD^vP*X"
+MAP = "cividis"  # of heat maps: one lightness scale for all kinds of colour vision
 FONTS = ["DejaVu Sans", "Verdana", "Arial", "sans-serif"]
 
 
@@ -165,9 +166,7 @@ def recoloured(svg: str, theme: Theme) -> str:
 def inline(svg: str, key: str, label: str) -> str:
     """Return a light drawing for the page: unique ids, colours as variables, and a label for screen readers."""
     svg = re.sub(r"<metadata>.*?</metadata>", "", svg[svg.index("<svg") :], flags=re.DOTALL)
-    svg = re.sub(r'\bid="([^"]+)"', rf'id="{key}-\1"', svg)
-    svg = re.sub(r"url\(#([^)]+)\)", rf"url(#{key}-\1)", svg)
-    svg = re.sub(r'xlink:href="#([^"]+)"', rf'xlink:href="#{key}-\1"', svg)
+    svg = re.sub(r'\bid="|url\(#|xlink:href="#', rf"\g<0>{key}-", svg)
     for role, colour in LIGHT.colours().items():
         svg = svg.replace(colour, f"var(--{role})")
     head = re.match(r'<svg[^>]*?(viewBox="[^"]+")[^>]*>', svg)

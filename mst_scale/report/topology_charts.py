@@ -17,6 +17,7 @@ from mst_scale.report.groups import block_of, short_name
 from mst_scale.report.reader import Run, planned_sparsity
 from mst_scale.report.style import (
     HEIGHT,
+    MAP,
     Missing,
     Plot,
     Theme,
@@ -28,7 +29,6 @@ from mst_scale.report.style import (
 )
 from mst_scale.run_logging.snapshots import by_kind
 
-MAP = "cividis"  # one lightness scale for all kinds of colour vision
 LABELS = 24  # layers that can be named next to a map
 NO_TOPOLOGY = "metrics.jsonl has no topology step"
 

@@ -13,6 +13,7 @@ from matplotlib.ticker import FixedLocator, MaxNLocator, NullLocator
 from mst_scale.report.groups import Group, block_of, short_name
 from mst_scale.report.reader import Run
 from mst_scale.report.style import (
+    MAP,
     PHASES,
     Missing,
     Plot,
@@ -22,7 +23,6 @@ from mst_scale.report.style import (
 )
 from mst_scale.run_logging.snapshots import Matrix, Snapshot, by_kind, kind_of
 
-MAP = "cividis"  # one lightness scale for all kinds of colour vision
 PHASES_SHOWN = 5  # columns of a heat map: the last phases
 
 
