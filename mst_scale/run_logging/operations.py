@@ -54,15 +54,10 @@ def command_of(text: str | None) -> list[str] | None:
 
 
 class Operations:
-    """Files and commands of one start; only the first rank has one.
+    """Files and commands of one start of a run of `steps` steps; only the first rank has one.
 
-    Args:
-        out: The folder of the run.
-        steps: The number of steps of the run.
-        restarts: How often the run was started before.
-        events: The run's earlier events, as run.json has them.
-        health: The file of the option --health.
-        command: The words of the option --on-event.
+    `events` are the run's earlier ones, as run.json has them; `health` and `command` are the options --health and
+    --on-event.
     """
 
     def __init__(
@@ -89,12 +84,9 @@ class Operations:
         self._write_health()
 
     def event(self, what: str, state: str | None = None, **more: Any) -> None:
-        """Log an event, and start the command with it.
+        """Log an event, as run.json calls it, and start the command with it.
 
-        Args:
-            what: what has happened, as run.json calls it.
-            state: the state of the run from now on, if the event changes it.
-            more: what belongs to the event.
+        `state` is the state of the run from now on, if the event changes it.
         """
         if what in FAULTS:
             self.state[FAULTS[what]] += 1

@@ -34,18 +34,11 @@ Compare = Callable[[Row], list[tuple[str, str]]]
 
 
 class Record:
-    """Logs a run. All ranks collect values, and the first one writes.
+    """Logs a run of `steps` steps from `step` on. All ranks collect values, and the first one writes.
 
-    Args:
-        out: The folder of the run.
-        steps: The number of steps of the run.
-        batch: Sequences per step.
-        step: The current step.
-        tokens: The number of tokens before `step`.
-        monitor: DeepSpeed's monitor, or an object with its `enabled` and `write_events`.
-        first: Whether this is the first rank.
-        layers: The effects of topology steps since the last row, from a checkpoint.
-        shows: Whether to show the progress line.
+    `batch` are the sequences per step, `tokens` those before `step`, and `layers` the effects of topology steps since
+    the last row, from a checkpoint. `monitor` is DeepSpeed's, or an object with its `enabled` and `write_events`.
+    `shows` decides whether there is a progress line.
     """
 
     def __init__(
@@ -202,12 +195,8 @@ def compare_with_baseline(
 ) -> list[tuple[str, str]]:
     """Compare a finished run with a recorded run of equal FLOPs on the same corpus, for the summary.
 
-    Args:
-        baseline: The recorded run; without a name, nothing is returned.
-        last: The last row of the run.
-        more: FLOPs that are not included in the row.
-        corpora: The corpus of each start.
-        eval_sequences: The number of sequences over which the validation loss is averaged.
+    `last` is the last row, `more` the FLOPs that it does not include, `corpora` the corpus of each start, and
+    `eval_sequences` the number of sequences over which the validation loss is averaged.
     """
     if baseline.name is None:
         return []

@@ -7,6 +7,7 @@ number of ranks. Rank 0 rewrites the whole file each time.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import platform
@@ -65,12 +66,7 @@ class RunFile:
 
     def write(self) -> None:
         """Write the file; if the disk is full, the next call writes it."""
-        content = {
-            "restarts": self.restarts,
-            "starts": self.starts,
-            "events": self.events,
-            "config": self.config,
-        }
+        content = {"restarts": self.restarts, "starts": self.starts, "events": self.events, "config": self.config}
         write_if_possible(self.path, json.dumps(content, indent=1) + "\n")
 
 
@@ -124,10 +120,8 @@ def command() -> list[str]:
 def _versions() -> dict[str, str]:
     found = {"python": platform.python_version(), "system": platform.platform()}
     for name in PACKAGES:
-        try:
+        with contextlib.suppress(metadata.PackageNotFoundError):
             found[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
     return found
 
 
