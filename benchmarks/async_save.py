@@ -14,7 +14,6 @@ the rank waits. Not measured: GPUs, disks of a cluster, how much a step slows do
 
 from __future__ import annotations
 
-import argparse
 import os
 import shutil
 import statistics
@@ -25,11 +24,11 @@ from pathlib import Path
 
 import torch
 
-from mst_scale.comm.parser import Parser, at_least
+from mst_scale.comm.parser import at_least
 
 from .local_ranks import run_on
 from .machine import machine
-from .page import Row, aside, grid, outputs, tell
+from .page import Row, aside, command_line, grid, parse, tell, with_range
 from .timing import middle_half
 from .training import MASKED_MODEL, config
 
@@ -125,10 +124,9 @@ def table(rows: list[Row]) -> str:
     """Return the rows as a table of Markdown."""
     lines = []
     for r in rows:
-        of = {name: " ({:,}–{:,})".format(*r[f"{name}_range"]) for name in ("ours", "baseline")}
         lines.append([
             str(r["ranks"]), str(r["stage"]), f"{r['checkpoint_mb']:,}", f"{r['copy_mb']:,}",
-            f"{r['baseline_ms']:,.0f}{of['baseline']}", f"{r['ours_ms']:,.0f}{of['ours']}", f"{r['first_ms']:,.0f}",
+            with_range(r, "baseline", ",.0f"), with_range(r, "ours", ",.0f"), f"{r['first_ms']:,.0f}",
             f"{r['written_ms']:,}", f"{r['share']:.1%}", f"{r['step_ms']:,}",
         ])  # fmt: skip
     return grid(
@@ -140,24 +138,14 @@ def table(rows: list[Row]) -> str:
     )  # fmt: skip
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(arguments: Sequence[str]) -> int:
     """Run the benchmark and print its results."""
-    parser = Parser(
-        prog="mst bench async_save", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_line("mst bench async_save", __doc__)
     parser.add_argument("--ranks", type=at_least(1), nargs="+", default=[1, 2], help="processes (default: 1 2)")
     parser.add_argument("--stages", type=int, choices=range(4), nargs="+", default=[1, 2, 3], help="ZeRO stages")
     parser.add_argument("--rounds", type=at_least(2), default=5, help="measured saves (default: %(default)s)")
     parser.add_argument("--threads", type=at_least(1), default=os.cpu_count() or 1, help="CPU threads, shared out")
-    outputs(parser)
-    options = parser.parse_args(arguments)
+    options = parse(parser, arguments)
     with aside():
         rows = run(options.ranks, options.stages, options.rounds, options.threads)
-    given = f"--ranks {' '.join(map(str, options.ranks))} --stages {' '.join(map(str, options.stages))}"
-    command = f"mst bench async_save {given} --rounds {options.rounds}"
-    tell(options, rows, table(rows), about=machine(options.threads), doc=__doc__, command=command)
-    return 0
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())
+    return tell(options, rows, table(rows), machine(options.threads))

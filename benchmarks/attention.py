@@ -26,15 +26,15 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from mst_scale.comm.parser import Parser, at_least
+from mst_scale.comm.parser import at_least
 from mst_scale.errors import UserError
 from mst_scale.hybrid_sparse_attention import Pattern, attention
 from mst_scale.hybrid_sparse_attention.dispatch import choose
 
 from . import memory
 from .machine import machine
-from .page import Row, outputs, tell, unmeasured
-from .timing import Run, for_seconds, middle_half, versus
+from .page import Row, command_line, grid, parse, tell, unmeasured, with_range
+from .timing import Run, for_seconds, versus
 
 Compute = Callable[..., torch.Tensor]
 HEADS, HEAD_DIM, STRIDE = 12, 64, 256
@@ -169,9 +169,8 @@ def run(device: str = "all", seconds: float = 20.0, quick: bool = False) -> list
                 rows += compare(dtype, length, "cuda", seconds)
                 rows.append(peak_memory(dtype, length, "cuda"))
             else:
-                why = "not measured: no CUDA device"
                 case = _case("forward + backward", dtype, length, "cuda")
-                rows += [{**case, **unmeasured(baseline, why)} for baseline in (SDPA, FLEX, WINDOW, NATTEN)]
+                rows += [{**case, **unmeasured(baseline)} for baseline in (SDPA, FLEX, WINDOW, NATTEN)]
     return rows
 
 
@@ -197,7 +196,7 @@ def compare(dtype: str, length: int, device: str, seconds: float, which: Sequenc
 
     mine, theirs = alternate([both_ways(f, q, k, v, dout) for f in (ours, flash)], seconds, device)
     case = _case("forward + backward", dtype, length, device)
-    row = {**case, **versus(mine, SDPA, theirs, middle_half)}
+    row = {**case, **versus(mine, SDPA, theirs)}
     if device == "cpu" and (dtype, length) in ASKED:
         row["asked"] = ASKED[dtype, length]
     rows = [row]
@@ -230,7 +229,7 @@ def against(
     except Exception as error:  # whatever stops the baseline is reported in its row, and must not stop ours
         reason = (str(error).splitlines() or ["no message"])[0]
         return unmeasured(baseline, f"not measured: {type(error).__name__}: {reason[:160]}")
-    return versus(mine, baseline, theirs, middle_half)
+    return versus(mine, baseline, theirs)
 
 
 def scaling(dtype: str, lengths: Sequence[int], seconds: float, backend: str = "auto") -> list[Row]:
@@ -248,7 +247,7 @@ def scaling(dtype: str, lengths: Sequence[int], seconds: float, backend: str = "
         expected = [per_pair[0] * pattern.pairs(length)]
         row = {
             **_case("time per pair" if backend == "auto" else f"time per pair, {backend}", dtype, length, "cpu"),
-            **versus(taken, f"cost per pair at {lengths[0]}", expected, middle_half),
+            **versus(taken, f"cost per pair at {lengths[0]}", expected),
         }
         rows.append({**row, "ns_per_pair": round(1e6 * cost / HEADS, 3), "spread_asked": 1.5})
     return rows
@@ -266,11 +265,7 @@ def peak_memory(dtype: str, length: int, device: str) -> Row:
                 peaks[name] = pool.apply(_peak_cpu, (name, dtype, length))
     return {
         **_case("peak memory", dtype, length, device),
-        "ours_ms": None,
-        "baseline": SDPA,
-        "baseline_ms": None,
-        "speedup": None,
-        "why": "memory, not time",
+        **unmeasured(SDPA, "memory, not time"),
         "ours_mib": round(peaks["ours"], 1),
         "baseline_mib": round(peaks["flash"], 1),
         "memory_ratio": round(peaks["ours"] / peaks["flash"], 3),
@@ -310,58 +305,44 @@ def flatness(rows: list[Row]) -> dict[str, float]:
     return {what: max(found) / min(found) for what, found in costs.items() if len(found) > 1}
 
 
-def _range(value: list[float]) -> str:
-    return f"{value[0]:.1f} – {value[1]:.1f}"
-
-
 def table(rows: list[Row]) -> str:
     """Return the rows as tables of Markdown."""
-    lines = [
-        "| device | dtype | n | what | ours ms (middle half) | baseline | baseline ms (middle half) "
-        "| speed-up | asked | pair ceiling | ns per pair |",
-        "|---|---|---|---|---|---|---|---|---|---|---|",
-    ]
+    head = [
+        "device", "dtype", "n", "what", "ours ms (middle half)", "baseline", "baseline ms (middle half)", "speed-up",
+        "asked", "pair ceiling", "ns per pair",
+    ]  # fmt: skip
+    lines = []
     for row in rows:
-        start = f"| {row['device']} | {row['dtype']} | {row['length']} | {row['what']} |"
         if row["speedup"] is not None:
-            lines.append(
-                f"{start} {row['ours_ms']:.1f} ({_range(row['ours_range'])}) | {row['baseline']} "
-                f"| {row['baseline_ms']:.1f} ({_range(row['baseline_range'])}) | **{row['speedup']:.2f}** "
-                f"| {row.get('asked', '')} | {row['ceiling']} | {row.get('ns_per_pair', '')} |"
-            )
+            ours, theirs = (with_range(row, who, ".1f") for who in ("ours", "baseline"))
+            last = [f"**{row['speedup']:.2f}**", row.get("asked", ""), row["ceiling"], row.get("ns_per_pair", "")]
         elif "memory_ratio" in row:
-            lines.append(
-                f"{start} {row['ours_mib']} MiB | {row['baseline']} | {row['baseline_mib']} MiB "
-                f"| ratio **{row['memory_ratio']:.2f}** | ≤ {row['memory_asked']} | | |"
-            )
+            ours, theirs = f"{row['ours_mib']} MiB", f"{row['baseline_mib']} MiB"
+            last = [f"ratio **{row['memory_ratio']:.2f}**", f"≤ {row['memory_asked']}", "", ""]
         else:
-            lines.append(f"{start} – | {row['baseline']} | – | {row['why']} | | {row['ceiling']} | |")
+            ours, theirs, last = "–", "–", [row["why"], "", row["ceiling"], ""]
+        about = [row[name] for name in ("device", "dtype", "length", "what")]
+        lines.append([*about, ours, row["baseline"], theirs, *last])
+    text = [grid(head, lines)]
     for what, flat in flatness(rows).items():
         words = f"{what.capitalize()}, over the float32 rows on CPU"
-        lines += ["", f"{words}: largest / smallest = **{flat:.2f}** (asked: at most 1.5)."]
-    return "\n".join(lines)
+        text.append(f"{words}: largest / smallest = **{flat:.2f}** (asked: at most 1.5).")
+    return "\n\n".join(text)
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(arguments: Sequence[str]) -> int:
     """Run the benchmark and print its results."""
-    parser = Parser(prog="mst bench attention", description=(__doc__ or "").split("\n", 1)[0])
+    parser = command_line("mst bench attention", __doc__)
     parser.add_argument(
         "--device", choices=("cpu", "cuda", "all"), default="all", help="where to measure (default: all)"
     )
     parser.add_argument("--seconds", type=at_least(0.01), default=20.0, help="time for one comparison")
     parser.add_argument("--quick", action="store_true", help="lengths up to 4096")
     parser.add_argument("--threads", type=at_least(1), help="CPU threads (default: torch's choice)")
-    outputs(parser)
-    options = parser.parse_args(arguments)
+    options = parse(parser, arguments)
     if options.threads:
         torch.set_num_threads(options.threads)
     about = machine()
     rows = run(options.device, options.seconds, options.quick)
     about["load after"] = [round(x, 2) for x in os.getloadavg()]
-    given = f"--device {options.device} --seconds {options.seconds:g}{' --quick' * options.quick}"
-    tell(options, rows, table(rows), about=about, doc=__doc__, command=f"mst bench attention {given}")
-    return 0
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())
+    return tell(options, rows, table(rows), about)

@@ -17,14 +17,9 @@ from collections.abc import Sequence
 from . import study
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(arguments: Sequence[str]) -> int:
     """Run the benchmark and print its results."""
-    given = list(arguments or ())
-    if {"-h", "--help"} & {*given}:
+    if {"-h", "--help"} & {*arguments}:
         print(__doc__)
         return 0
-    return study.main(["rivals", *given])
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())
+    return study.main(["rivals", *arguments])

@@ -11,7 +11,6 @@ shared memory in bytes: 16 for data, 4 for lists of block positions and for valu
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import platform
 from collections.abc import Iterable, Iterator, Sequence
@@ -21,14 +20,11 @@ from typing import Any
 
 import torch
 
-from mst_scale.comm.parser import Parser
-
 from .ahead import KIB, TARGETS, Built, Target, build
-from .page import Row, grid, outputs, tell
+from .page import Row, command_line, grid, parse, tell, unmeasured
 
 DIMS, SIDES = (64, 128), (16, 32, 64, 128)
 WINDOW, RESIDUES, BLOCK, LAST = range(4)
-NOT_TIMED: Row = {"ours_ms": None, "baseline": None, "baseline_ms": None, "speedup": None, "why": "compiled, not run"}
 
 
 @dataclass(frozen=True)
@@ -185,7 +181,7 @@ def _row(variants: list[tuple[Case, Built]]) -> Row:
         "copies": sorted({size for built in builds for size in built.copies}),
         "atomics": max(built.atomics for built in builds),
         "variants": len(builds),
-        **NOT_TIMED,
+        **unmeasured(None, "compiled, not run"),
     }
 
 
@@ -204,21 +200,13 @@ def table(found: Sequence[Row]) -> str:
     return grid(head, lines)
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(arguments: Sequence[str]) -> int:
     """Run the benchmark and print its results."""
-    parser = Parser(
-        prog="mst bench compiled", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_line("mst bench compiled", __doc__)
     names = {target.name: target for target in TARGETS}
     parser.add_argument("--kernels", nargs="+", choices=KERNELS, default=list(KERNELS), help="(default: all)")
     parser.add_argument("--targets", nargs="+", choices=names, default=list(names), help="(default: all)")
-    outputs(parser)
-    options = parser.parse_args(arguments)
+    options = parse(parser, arguments)
     found = rows(cases(options.kernels, [names[name] for name in options.targets]))
     about = {"triton": version("triton"), "torch": torch.__version__, "python": platform.python_version()}
-    tell(options, found, table(found), about=about, doc=__doc__, command="mst bench compiled")
-    return 0
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())
+    return tell(options, found, table(found), about)

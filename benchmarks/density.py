@@ -40,8 +40,8 @@ from mst_scale.heap import give_back
 
 from . import memory
 from .machine import machine
-from .page import Row, aside, grid, outputs, tell
-from .timing import middle_half, seconds_of
+from .page import Row, aside, command_line, grid, parse, tell, with_range
+from .timing import seconds_of, versus
 
 SIDES = ("dense", "masked", "compact")
 ADDRESSES = ("10.213.7.1", "10.213.7.2")
@@ -239,35 +239,17 @@ def two_ranks(stage: int, gbits: float, argv: Sequence[str]) -> dict[str, Row]:
 
 def rows_of(stage: int, gbits: float, tokens: int, found: dict[str, Row]) -> list[Row]:
     """Return a row for each sparse side, compared with plain DeepSpeed."""
-    dense, rows = found["dense"], []
+    rows = []
     for side in SIDES[1:]:
-        mine = found[side]
-        step, theirs = statistics.median(mine["step_ms"]), statistics.median(dense["step_ms"])
-        rows.append(
-            {
-                "stage": stage,
-                "gbits": gbits,
-                "what": side,
-                "ours_ms": round(step, 1),
-                "ours_range": [round(ms, 1) for ms in middle_half(mine["step_ms"])],
-                "baseline": "plain DeepSpeed",
-                "baseline_ms": round(theirs, 1),
-                "baseline_range": [round(ms, 1) for ms in middle_half(dense["step_ms"])],
-                "speedup": round(theirs / step, 2),
-                "tokens_per_s": round(2e3 * tokens / step, 1),
-                "rounds": len(mine["step_ms"]),
-                **{
-                    f"{who}_{what}": round(statistics.median(values["optimizer_ms"]), 1)
-                    for who, values in (("ours", mine), ("baseline", dense))
-                    for what in ("optimizer_ms",)
-                },
-                **{
-                    f"{who}_{what}": values[what] if what != "wire" else round(statistics.median(values[what]))
-                    for who, values in (("ours", mine), ("baseline", dense))
-                    for what in ("states", "held", "wire")
-                },
-            }
-        )
+        sides = {"ours": found[side], "baseline": found["dense"]}
+        ours, theirs = (of["step_ms"] for of in sides.values())
+        row = {"stage": stage, "gbits": gbits, "what": side, **versus(ours, "plain DeepSpeed", theirs, digits=1)}
+        row["tokens_per_s"] = round(2e3 * tokens / statistics.median(ours), 1)
+        for who, of in sides.items():
+            row[f"{who}_optimizer_ms"] = round(statistics.median(of["optimizer_ms"]), 1)
+            row |= {f"{who}_states": of["states"], f"{who}_held": of["held"]}
+            row[f"{who}_wire"] = round(statistics.median(of["wire"]))
+        rows.append(row)
     return rows
 
 
@@ -280,8 +262,7 @@ def table(rows: Sequence[Row]) -> str:
     lines = [
         [
             row["stage"], row["gbits"] or "no limit", row["what"],
-            f"{row['ours_ms']:,} ({row['ours_range'][0]:,} – {row['ours_range'][1]:,})",
-            f"{row['baseline_ms']:,} ({row['baseline_range'][0]:,} – {row['baseline_range'][1]:,})",
+            with_range(row, "ours"), with_range(row, "baseline"),
             f"**{row['speedup']:.2f}**",
             f"{row['ours_optimizer_ms']:,} / {row['baseline_optimizer_ms']:,}",
             *(_mb(row[f"ours_{what}"], row[f"baseline_{what}"]) for what in ("wire", "states", "held")),
@@ -299,21 +280,19 @@ def _mb(ours: int | None, theirs: int | None) -> str:
 
 def parser() -> Parser:
     """Return the parser of the options."""
-    made = Parser(prog="mst bench density", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    made = command_line("mst bench density", __doc__, "the page benchmarks/results/density.md")
     made.add_argument("--stages", type=int, nargs="+", default=[0, 1, 2, 3], choices=range(4), help="ZeRO stages")
     made.add_argument("--layers", type=at_least(1), default=12, help="blocks of the model (default: 12)")
     made.add_argument("--tokens", type=at_least(2), default=64, help="length of a sequence, one per rank (default: 64)")
     made.add_argument("--rates", type=float, nargs="+", default=[0.0, 10.0, 1.0], help="Gbit/s; 0 is no limit")
     made.add_argument("--steps", type=at_least(1), default=5, help="measured steps of each engine (default: 5)")
     made.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
-    outputs(made, "the page benchmarks/results/density.md")
     return made
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(arguments: Sequence[str]) -> int:
     """Run the benchmark and print its results."""
-    argv = list(arguments or ())
-    options = parser().parse_args(argv)
+    options = parse(parser(), arguments)
     if os.geteuid() != 0 or not all(map(shutil.which, ("ip", "tc"))):
         raise UserError("mst bench density creates network namespaces: run it as root, with iproute2 installed")
     kept = [f"--{name}={getattr(options, name)}" for name in ("layers", "tokens", "steps", "dtype")]
@@ -326,10 +305,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "model": f"GPT-2 small's widths, {options.layers} layers", "dtype": options.dtype,
         "tokens per rank": options.tokens, "sparsity": "96 %",
     }  # fmt: skip
-    command = f"mst bench density {' '.join(argv)}".strip().removesuffix("--markdown").strip()
-    tell(options, rows, table(rows), about=machine(), doc=__doc__, command=command, setting=setting)
-    return 0
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())
+    return tell(options, rows, table(rows), machine(), setting)

@@ -16,6 +16,7 @@ decoding with it; no times are measured.
 
 from __future__ import annotations
 
+import argparse
 import itertools
 import json
 import statistics
@@ -33,7 +34,7 @@ import psutil
 import torch
 import torch.nn.functional as F
 
-from mst_scale.comm.parser import Parser, at_least
+from mst_scale.comm.parser import at_least
 from mst_scale.compact_files import layout
 from mst_scale.compact_files.weights import model_block, open_weights
 from mst_scale.config import MODELS, ModelConfig
@@ -46,8 +47,8 @@ from mst_scale.mixed_growing import packed_bits
 from mst_scale.models import GPT
 
 from .machine import machine
-from .page import Row, grid, outputs, tell
-from .timing import middle_half, versus
+from .page import Row, command_line, grid, parse, tell, unmeasured, with_range
+from .timing import versus
 
 PROMPT = 32  # tokens
 SPARSITIES = (0.8, 0.96)
@@ -244,9 +245,9 @@ def rows_of(size: str, dtype: str, options: Any) -> list[Row]:
             }  # fmt: skip
             for name in (name for name in sides if isinstance(name, str)):
                 asked = ASKED.get(s) if name == fastest and batch == 1 else None
-                found.append({**about, **versus(mine, name, times[name], middle_half), "asked": asked})
+                found.append({**about, **versus(mine, name, times[name]), "asked": asked})
             name = f"dense, as many weights (width {equal[s].config.n_embd})"
-            found.append({**about, **versus(mine, name, times["equal", s], middle_half), "asked": None})
+            found.append({**about, **versus(mine, name, times["equal", s]), "asked": None})
     return found
 
 
@@ -258,10 +259,9 @@ def table(rows: list[Row]) -> str:
     ]  # fmt: skip
     lines = []
     for row in rows:
-        mine, other = (f"{a:.1f} – {b:.1f}" for a, b in (row["ours_range"], row["baseline_range"]))
         lines.append([
-            row["model"], row["dtype"], row["batch"], f"{row['sparsity']:.0%}", f"{row['ours_ms']:.1f} ({mine})",
-            f"{row['tokens_per_s']:,.0f}", row["baseline"], f"{row['baseline_ms']:.1f} ({other})",
+            row["model"], row["dtype"], row["batch"], f"{row['sparsity']:.0%}", with_range(row, "ours", ".1f"),
+            f"{row['tokens_per_s']:,.0f}", row["baseline"], with_range(row, "baseline", ".1f"),
             f"**{row['speedup']:.2f}**", row["asked"] or "", row["weights"],
         ])  # fmt: skip
     return grid(head, lines)
@@ -285,8 +285,8 @@ def memory_rows(options: Any) -> list[Row]:
                 measured = json.loads(done.stdout.splitlines()[-1])
                 dense = dense or measured
                 shares = {f"{name}_share": round(measured[name] / dense[name], 3) for name in measured}
-                unmeasured = {"ours_ms": None, "baseline": "dense", "baseline_ms": None, "speedup": None}
-                found.append({**about, **measured, **shares, **unmeasured, "why": "memory is compared, not times"})
+                why = unmeasured("dense", "memory is compared, not times")
+                found.append({**about, **measured, **shares, **why})
     return found
 
 
@@ -333,11 +333,7 @@ def memory_table(rows: list[Row]) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the benchmark and print its results."""
-    given = list(sys.argv[1:] if arguments is None else arguments)
-    if given[:1] == ["--child"]:
-        child(given[1])
-        return 0
-    parser = Parser(prog="mst bench generate", description=(__doc__ or "").split("\n", 1)[0])
+    parser = command_line("mst bench generate", __doc__)
     parser.add_argument("--model", nargs="+", choices=SIZES, default=["small", "medium"])
     parser.add_argument("--dtype", nargs="+", choices=TYPES, default=list(TYPES))
     parser.add_argument("--batch", nargs="+", type=at_least(1), default=[1, 8], help="sequences at once")
@@ -351,8 +347,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--memory", action="store_true", help="measure memory instead of time")
     parser.add_argument("--quick", action="store_true", help="the small model in float32, without torch.compile")
-    outputs(parser)
-    options = parser.parse_args(given)
+    parser.add_argument("--child", metavar="JSON", help=argparse.SUPPRESS)  # a process whose memory is measured
+    options = parse(parser, arguments)
+    if options.child:
+        child(options.child)
+        return 0
     if options.quick:
         options.model, options.dtype, options.no_compile = ["small"], ["float32"], True
     if options.cpu_time:
@@ -362,16 +361,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if isinstance(reason := sparse_matrix.library(), str):
         raise UserError(f"the compiled kernel cannot be had: {reason}")
     about = machine()
-    command = f"mst bench generate --model {' '.join(options.model)} --dtype {' '.join(options.dtype)}"
     if options.memory:
         rows = memory_rows(options)
-        tell(options, rows, memory_table(rows), about=about, doc=__doc__, command=f"{command} --memory")
-        return 0
+        return tell(options, rows, memory_table(rows), about)
     rows = [row for size in options.model for dtype in options.dtype for row in rows_of(size, dtype, options)]
-    command += f" --batch {' '.join(map(str, options.batch))} --rounds {options.rounds} --steps {options.steps}"
-    command += f" --threads {about['threads']}{' --no-compile' * options.no_compile}{' --cpu-time' * options.cpu_time}"
-    tell(options, rows, table(rows), about=about, doc=__doc__, command=command)
-    return 0
+    return tell(options, rows, table(rows), about)
 
 
 if __name__ == "__main__":

@@ -39,7 +39,6 @@ wait (--outage). The time until Slurm gives a job its nodes again is left out.
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import shutil
@@ -51,12 +50,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from mst_scale.comm.parser import Parser, at_least
+from mst_scale.comm.parser import at_least
 
 from .goodput_parts import segment
 from .goodput_parts.segment import FAULTS, SIDES, Setting
 from .machine import machine
-from .page import Row, grid, outputs, picture, tell
+from .page import Row, command_line, grid, parse, picture, tell, with_range
 
 if TYPE_CHECKING:
     from mst_scale.report.style import Plot
@@ -255,13 +254,9 @@ def table(rows: list[Row]) -> str:
     """Return the rows as tables of Markdown."""
     *kinds, whole = rows
 
-    def seconds(row: Row, name: str) -> str:
-        low, high = (value / 1e3 for value in row[f"{name}_range"])
-        return f"{row[f'{name}_ms'] / 1e3:,.1f} ({low:,.1f}–{high:,.1f})"
-
     lines = [
         [
-            r["fault"], r["rounds"], seconds(r, "ours"), seconds(r, "baseline"),
+            r["fault"], r["rounds"], *(with_range(r, name, ",.1f", 1e3) for name in ("ours", "baseline")),
             f"{r['ours_silence_s']:,.1f} / {r['baseline_silence_s']:,.1f}",
             f"{r['ours_at_scale_s']:,.0f} / {r['baseline_at_scale_s']:,.0f}",
         ]
@@ -311,9 +306,9 @@ def plot_of(rows: list[Row]) -> Plot:
     return Plot("goodput", "Time lost per fault", draw, height=HEIGHT)
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(arguments: Sequence[str]) -> int:
     """Run the benchmark and print its results."""
-    parser = Parser(prog="mst bench goodput", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_line("mst bench goodput", __doc__)
     parser.add_argument("--folder", type=Path, default=Path("goodput"), help="results so far; it continues from them")
     parser.add_argument("--rounds", type=at_least(1), default=1, help="traces (default: %(default)s)")
     parser.add_argument(
@@ -324,8 +319,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--outage", type=at_least(1), default=20, help="seconds with a bad disk (default: 20)")
     parser.add_argument("--seed", type=int, default=1, help="of the trace (default: 1)")
     parser.add_argument("--plot", type=Path, metavar="FILE.svg", help="draw the time lost per fault")
-    outputs(parser)
-    options = parser.parse_args(arguments)
+    options = parse(parser, arguments)
     folder = options.folder.resolve()
     raw = config(folder)
     setting = Setting(raw, options.interval, options.timeout, options.outage, RATE)
@@ -336,11 +330,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.plot is not None:
         alt = "Seconds lost per fault with plain DeepSpeed and with mst_scale"
         text += "\n\n" + picture(plot_of(rows), options.plot.with_suffix(""), alt)
-    command = f"mst bench goodput --rounds {options.rounds} --interval {options.interval} --seed {options.seed}"
-    about = {**machine(threads=1), **setting_of(setting), "ranks": segment.RANKS}
-    tell(options, rows, text, about=about, doc=__doc__, command=command)
-    return 0
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())
+    return tell(options, rows, text, {**machine(threads=1), **setting_of(setting), "ranks": segment.RANKS})

@@ -15,17 +15,16 @@ weights; all variants use the same batches.
 
 from __future__ import annotations
 
-import argparse
 import statistics
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from mst_scale.comm.parser import Parser, at_least
+from mst_scale.comm.parser import at_least
 
 from .machine import machine
-from .page import LOSSES, Row, aside, grid, outputs, tell
+from .page import LOSSES, Row, aside, command_line, grid, parse, tell
 
 INTERVAL, WARM, RATE = 40, 100, 3e-3
 
@@ -110,23 +109,12 @@ def table(rows: list[Row]) -> str:
     return grid(head, lines)
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(arguments: Sequence[str]) -> int:
     """Run the benchmark and print its results."""
-    parser = Parser(
-        prog="mst bench grown_weights",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = command_line("mst bench grown_weights", __doc__)
     parser.add_argument("--data", default="corpora/stdlib-byte", metavar="DIR", help="made if it is not there")
     parser.add_argument("--steps", type=at_least(200), default=1600, help="of each run (default: %(default)s)")
-    outputs(parser)
-    options = parser.parse_args(arguments)
+    options = parse(parser, arguments)
     with aside():
         rows = run(options.data, options.steps)
-    command = f"mst bench grown_weights --steps {options.steps}"
-    tell(options, rows, table(rows), about={**machine(), "dtype": "float32"}, doc=__doc__, command=command)
-    return 0
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())
+    return tell(options, rows, table(rows), {**machine(), "dtype": "float32"})

@@ -20,7 +20,6 @@ that are in it are not measured again when a run starts.
 from __future__ import annotations
 
 import statistics
-import sys
 from collections.abc import Sequence
 
 import torch
@@ -32,8 +31,8 @@ from mst_scale.sparse_linear.measuring import USUAL, Layer, crossover
 
 from . import linear_cuda
 from .machine import machine
-from .page import Row, outputs, tell
-from .timing import Run, cpu_seconds_of, for_seconds, middle_half, seconds_of, versus
+from .page import Row, command_line, grid, parse, tell, with_range
+from .timing import Run, cpu_seconds_of, for_seconds, seconds_of, versus
 
 DENSE, MKL, EXPANDED = "dense, F.linear", "torch.sparse (MKL)", "values, expanded"
 WEIGHT, VALUES = "dense weight", "values"  # what our layers are given
@@ -70,7 +69,7 @@ def row_of(  # noqa: PLR0917
         "tokens": layer.tokens,
         "threads": torch.get_num_threads(),
         "sparsity": sparsity,
-        **versus(ours, baseline, theirs, middle_half),
+        **versus(ours, baseline, theirs),
     }
     if (baseline, given) == (DENSE, WEIGHT) and layer.shape == UP and (layer.dtype, sparsity) in ASKED:
         row["asked"] = ASKED[layer.dtype, sparsity]
@@ -145,33 +144,30 @@ def run(dtypes: Sequence[str], seconds: float, quick: bool = False) -> list[Row]
 
 def table(rows: list[Row]) -> str:
     """Return the rows as tables of Markdown."""
-    lines = [
-        "| dtype | layer | tokens | sparsity | ours, from | ours ms (middle half) | baseline "
-        "| baseline ms (middle half) | speed-up | asked |",
-        "|---|---|---|---|---|---|---|---|---|---|",
-    ]
+    head = [
+        "dtype", "layer", "tokens", "sparsity", "ours, from", "ours ms (middle half)", "baseline",
+        "baseline ms (middle half)", "speed-up", "asked",
+    ]  # fmt: skip
+    lines = []
     for row in rows:
-        start = f"| {row['dtype']} | {row['layer']} | {row['tokens']} |"
+        start = [row[name] for name in head[:3]]
         if row["what"] == "crossover":
-            lines.append(f"{start} | {row['given']} | crossover with dense | | | {row['why']} | |")
+            lines.append([*start, "", row["given"], "crossover with dense", "", "", row["why"], ""])
             continue
-        ours, theirs = (f"{a:.1f} – {b:.1f}" for a, b in (row["ours_range"], row["baseline_range"]))
-        lines.append(
-            f"{start} {row['sparsity']:.0%} | {row['given']} | {row['ours_ms']:.1f} ({ours}) | {row['baseline']} | "
-            f"{row['baseline_ms']:.1f} ({theirs}) | **{row['speedup']:.2f}** | {row.get('asked') or ''} |"
-        )
-    return "\n".join(lines)
+        ours, theirs = (with_range(row, who, ".1f") for who in ("ours", "baseline"))
+        last = [ours, row["baseline"], theirs, f"**{row['speedup']:.2f}**", row.get("asked") or ""]
+        lines.append([*start, f"{row['sparsity']:.0%}", row["given"], *last])
+    return grid(head, lines)
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(arguments: Sequence[str]) -> int:
     """Run the benchmark and print its results."""
-    given = list(sys.argv[1:] if arguments is None else arguments)
     device = Parser(prog="mst bench linear", add_help=False)
     device.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="cpu: single weights")
-    where, others = device.parse_known_args(given)
+    where, others = device.parse_known_args(arguments)
     if where.device == "cuda":
         return linear_cuda.main(others)
-    parser = Parser(prog="mst bench linear", description=(__doc__ or "").split("\n", 1)[0])
+    parser = command_line("mst bench linear", __doc__)
     help_of_device = "cuda: layers in blocks, with options of their own (mst bench linear --device cuda --help)"
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help=help_of_device)
     parser.add_argument("--dtype", nargs="+", choices=("float32", "bfloat16"), default=["float32", "bfloat16"])
@@ -179,8 +175,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--threads", type=at_least(1), help="CPU threads (default: torch's choice)")
     parser.add_argument("--quick", action="store_true", help="768→3072 only")
     parser.add_argument("--tune", action="store_true", help="measure the crossovers that `auto` reads, and keep them")
-    outputs(parser)
-    options = parser.parse_args(given)
+    options = parse(parser, arguments)
     if options.threads is not None:
         torch.set_num_threads(options.threads)
     if (reason := cpu.why_not_compiled()) is not None:
@@ -190,11 +185,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     about = machine()
     rows = run(options.dtype, options.seconds, options.quick)
-    command = f"mst bench linear --dtype {' '.join(options.dtype)} --seconds {options.seconds:g}"
-    command += f" --threads {about['threads']}{' --quick' * options.quick}"
-    tell(options, rows, table(rows), about=about, doc=__doc__, command=command)
-    return 0
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())
+    return tell(options, rows, table(rows), about)

@@ -19,17 +19,16 @@ faster. Without a CUDA device, every row has a reason instead of a time.
 
 from __future__ import annotations
 
-import argparse
 import statistics
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
-from mst_scale.comm.parser import Parser, at_least
+from mst_scale.comm.parser import at_least
 from mst_scale.errors import UserError
 
-from .page import NO_DEVICE, Row, outputs, tell
+from .page import NO_DEVICE, Row, command_line, grid, parse, tell, unmeasured
 from .timing import Run, in_rounds
 
 SIDES = (16, 32, 64, 128)
@@ -163,17 +162,12 @@ def two_of_four(layer: Layer, rounds: int) -> Row:
     return row | {"ours_ms": round(mine, 4), "baseline_ms": round(other, 4), "speedup": round(other / mine, 2)}
 
 
-def unmeasured(width: int, side: int, sparsity: float, product: str) -> Row:
-    """Return a row without times."""
-    nothing = {"ours_ms": None, "baseline_ms": None, "speedup": None, "roofline": None, "why": NO_DEVICE}
-    return {**describe((width, 4 * width), TOKENS, side, sparsity, product), **nothing}
-
-
 def run(sides: Sequence[int], widths: Sequence[int], rounds: int) -> list[Row]:
     """Measure and return all rows."""
     cases = [(side, sparsity) for side in sides for sparsity in SPARSITIES]
     if not torch.cuda.is_available():
-        return [unmeasured(width, *case, product) for width in widths for case in cases for product in PRODUCTS]
+        whole = [((width, 4 * width), TOKENS, *case, name) for width in widths for case in cases for name in PRODUCTS]
+        return [{**describe(*each), **unmeasured(BASELINE), "roofline": None} for each in whole]
     rate = rates("cuda", device_ms)
     rows = []
     for width in widths:
@@ -222,38 +216,26 @@ def tune(sides: Sequence[int], widths: Sequence[int], rounds: int) -> list[Row]:
 
 def table(rows: Sequence[Row]) -> str:
     """Return the rows as tables of Markdown."""
-    lines = ["| layer | block | sparsity | product | ours ms | dense ms | speed-up | roofline |", "|" + "---|" * 8]
+    lines = []
     for r in rows:
-        start = f"| {r['layer']} | {r['block']} | {r['sparsity']:.0%} | {r['product']} |"
-        if r["speedup"] is None:
-            lines.append(f"{start} | | {r['why']} | |")
-        else:
+        times = ["", "", r.get("why"), ""]
+        if r["speedup"] is not None:
             share = f"{r['roofline']:.0%}" if "roofline" in r else ""
-            lines.append(f"{start} {r['ours_ms']:.3f} | {r['baseline_ms']:.3f} | **{r['speedup']:.2f}** | {share} |")
-    return "\n".join(lines)
+            times = [f"{r['ours_ms']:.3f}", f"{r['baseline_ms']:.3f}", f"**{r['speedup']:.2f}**", share]
+        lines.append([r["layer"], r["block"], f"{r['sparsity']:.0%}", r["product"], *times])
+    return grid(["layer", "block", "sparsity", "product", "ours ms", "dense ms", "speed-up", "roofline"], lines)
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(arguments: Sequence[str]) -> int:
     """Run the benchmark and print its results."""
-    parser = Parser(
-        prog="mst bench linear --device cuda",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = command_line("mst bench linear --device cuda", __doc__)
     parser.add_argument("--blocks", type=int, nargs="+", choices=SIDES, default=list(SIDES), help="sides B")
     parser.add_argument("--widths", type=int, nargs="+", default=list(WIDTHS), metavar="D", help="widths d")
     parser.add_argument("--rounds", type=at_least(2), default=30, help="pairs a product (default: %(default)s)")
     parser.add_argument("--tune", action="store_true", help="measure the crossovers that `auto` reads, and keep them")
-    outputs(parser)
-    options = parser.parse_args(arguments)
+    options = parse(parser, arguments)
     if options.tune:
         tune(options.blocks, options.widths, options.rounds)
         return 0
     about, rows = machine(), run(options.blocks, options.widths, options.rounds)
-    command = f"mst bench linear --device cuda --rounds {options.rounds}"
-    tell(options, rows, table(rows), about=about, doc=__doc__, command=command)
-    return 0
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())
+    return tell(options, rows, table(rows), about)

@@ -13,7 +13,6 @@ sequence of 1024 tokens per step (a step of the paper has 480). Steps and record
 
 from __future__ import annotations
 
-import argparse
 import os
 import statistics
 import tempfile
@@ -23,10 +22,10 @@ from pathlib import Path
 
 import torch
 
-from mst_scale.comm.parser import Parser, at_least
+from mst_scale.comm.parser import at_least
 
 from .machine import machine
-from .page import Row, aside, grid, outputs, tell
+from .page import Row, aside, command_line, grid, parse, tell, with_range
 from .timing import in_rounds, middle_half
 from .training import MASKED_MODEL, config
 
@@ -87,29 +86,18 @@ def table(rows: list[Row]) -> str:
     """Return the rows as tables of Markdown."""
     lines = []
     for r in rows:
-        low, high = r["ours_range"]
-        first, last = r["step_range"]
-        cells = [r["what"], f"{r['ours_ms']:,} ({low:,}–{high:,})", f"{r['step_ms']:,} ({first:,}–{last:,})"]
-        lines.append([*cells, r["baseline"], f"{r['share']:.3%}", f"< {r['asked']:.0%}"])
+        times = [with_range(r, "ours"), with_range(r, "step")]
+        lines.append([r["what"], *times, r["baseline"], f"{r['share']:.3%}", f"< {r['asked']:.0%}"])
     return grid(["what", "ms (middle half)", "a step ms (middle half)", "against", "it adds", "asked"], lines)
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(arguments: Sequence[str]) -> int:
     """Run the benchmark and print its results."""
-    parser = Parser(
-        prog="mst bench logging_overhead", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_line("mst bench logging_overhead", __doc__)
     parser.add_argument("--rounds", type=at_least(2), default=7, help="measured looks (default: %(default)s)")
     parser.add_argument("--threads", type=at_least(1), default=os.cpu_count() or 1, help="CPU threads")
-    outputs(parser)
-    options = parser.parse_args(arguments)
+    options = parse(parser, arguments)
     torch.set_num_threads(options.threads)
     with aside():
         rows = run(options.rounds)
-    command = f"mst bench logging_overhead --rounds {options.rounds}"
-    tell(options, rows, table(rows), about=machine(options.threads), doc=__doc__, command=command)
-    return 0
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())
+    return tell(options, rows, table(rows), machine(options.threads))

@@ -22,15 +22,15 @@ from typing import Any
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from mst_scale.comm.parser import Parser, at_least
+from mst_scale.comm.parser import at_least
 from mst_scale.config.blocks import ModelConfig
 from mst_scale.hybrid_sparse_attention import Pattern, set_pattern
 from mst_scale.models.gpt import Block
 
 from . import memory
 from .machine import machine
-from .page import Row, grid, outputs, tell, tell_unmeasured, unmeasured
-from .timing import Run, for_seconds, middle_half, versus
+from .page import Row, command_line, grid, parse, tell, tell_unmeasured, unmeasured, with_range
+from .timing import Run, for_seconds, versus
 
 HEADS, WIDTH, STRIDE = 12, 768, 128
 LENGTHS, DTYPES = (4096, 8192, 16384, 32768), ("float32", "bfloat16")
@@ -64,7 +64,7 @@ def compare(dtype: str, length: int, device: str, seconds: float, pattern: Patte
         "length": length,
         "pattern": f"{pattern.kind} {pattern.stride}",
         "ceiling": round(DENSE.pairs(length) / pattern.pairs(length), 1),
-        **versus(mine, FLASH, theirs, middle_half),
+        **versus(mine, FLASH, theirs),
     }
     row["ours_tokens_per_s"] = round(1e3 * length / row["ours_ms"])
     row["baseline_tokens_per_s"] = round(1e3 * length / row["baseline_ms"])
@@ -93,11 +93,6 @@ def _peak(pattern: Pattern, dtype: str, length: int, device: str, threads: int) 
 # --- presentation ---
 
 
-def _time(row: Row, side: str) -> str:
-    low, high = row[f"{side}_range"]
-    return f"{row[f'{side}_ms'] / 1e3:.2f} ({low / 1e3:.2f} – {high / 1e3:.2f})"
-
-
 def table(rows: Sequence[Row]) -> str:
     """Return the rows as tables of Markdown."""
     head = (
@@ -106,7 +101,8 @@ def table(rows: Sequence[Row]) -> str:
     )  # fmt: skip
     lines: list[Sequence[Any]] = [
         (
-            row["device"], row["dtype"], row["length"], row["pattern"], _time(row, "ours"), _time(row, "baseline"),
+            row["device"], row["dtype"], row["length"], row["pattern"],
+            with_range(row, "ours", ".2f", 1e3), with_range(row, "baseline", ".2f", 1e3),
             f"{row['ours_tokens_per_s']:,}", f"{row['baseline_tokens_per_s']:,}", f"**{row['speedup']:.2f}**",
             row["ceiling"], row["rounds"], _or_dash(row["ours_mib"]), _or_dash(row["baseline_mib"]),
         )
@@ -119,9 +115,9 @@ def _or_dash(value: int | None) -> str:
     return "–" if value is None else f"{value:,}"
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(arguments: Sequence[str]) -> int:
     """Run the benchmark and print its results."""
-    parser = Parser(prog="mst bench long", description=(__doc__ or "").split("\n", 1)[0])
+    parser = command_line("mst bench long", __doc__, "the file benchmarks/results/long_context.md")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="where to measure (default: cpu)")
     parser.add_argument("--lengths", type=at_least(1), nargs="+", default=list(LENGTHS), help="tokens of a sequence")
     parser.add_argument("--dtypes", choices=DTYPES, nargs="+", default=list(DTYPES), help="of weights and activations")
@@ -129,24 +125,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--seconds", type=at_least(0.01), default=20.0, help="time for one comparison, at least")
     parser.add_argument("--quick", action="store_true", help="lengths up to 8192")
     parser.add_argument("--threads", type=at_least(1), help="CPU threads (default: torch's choice)")
-    outputs(parser, "the file benchmarks/results/long_context.md")
-    options = parser.parse_args(arguments)
+    options = parse(parser, arguments)
     if options.threads:
         torch.set_num_threads(options.threads)
     about, pattern = machine(), Pattern("strided", options.stride)
     cases = [(dtype, length) for dtype in options.dtypes for length in options.lengths]
     cases = [(dtype, length) for dtype, length in cases if not (options.quick and length > 8192)]
     if options.device == "cuda" and not torch.cuda.is_available():
-        tell_unmeasured(options, [{"dtype": d, "length": n, **unmeasured(FLASH)} for d, n in cases], about)
-        return 0
+        return tell_unmeasured(options, [{"dtype": d, "length": n, **unmeasured(FLASH)} for d, n in cases], about)
     rows = [compare(dtype, length, options.device, options.seconds, pattern) for dtype, length in cases]
     about["load after"] = [round(x, 2) for x in os.getloadavg()]
-    lengths = " ".join(map(str, options.lengths))
-    given = f"--device {options.device} --lengths {lengths} --dtypes {' '.join(options.dtypes)}"
-    given += f" --stride {options.stride} --seconds {options.seconds:g}{' --quick' * options.quick}"
-    tell(options, rows, table(rows), about=about, doc=__doc__, command=f"mst bench long {given}")
-    return 0
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())
+    return tell(options, rows, table(rows), about)

@@ -5,68 +5,77 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import shlex
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from mst_scale.comm.parser import Parser
 
 if TYPE_CHECKING:
     from mst_scale.report.style import Plot
 
 Row = dict[str, Any]
 
-# What every row has, also one that is not about time.
-LOSSES: Row = {
-    "ours_ms": None,
-    "baseline": None,
-    "baseline_ms": None,
-    "speedup": None,
-    "why": "losses are compared, not times",
-}
 
-
-def outputs(parser: argparse.ArgumentParser, markdown: str = "the file in benchmarks/results") -> None:
-    """--json and --markdown."""
-    output = parser.add_mutually_exclusive_group()
+def command_line(prog: str, doc: str | None, markdown: str = "the file in benchmarks/results") -> Parser:
+    """Return the command line of a benchmark with --json and --markdown; `doc` is the program's docstring."""
+    found = Parser(prog=prog, description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    output = found.add_mutually_exclusive_group()
     output.add_argument("--json", action="store_true", help="for machines")
     output.add_argument("--markdown", action="store_true", help=markdown)
+    return found
 
 
-def tell(
-    options: argparse.Namespace,
-    rows: Sequence[Row],
-    table: str,
-    *,
-    about: Row,
-    doc: str | None,
-    command: str,
-    setting: Row | None = None,
-) -> None:
-    """Print in the form that `options` asks for. `about` is the machine; what follows it is only for the page."""
+def parse(parser: Parser, arguments: Sequence[str] | None) -> argparse.Namespace:
+    """Parse the options, and keep in them what `tell` states: the docstring and the command."""
+    given = sys.argv[1:] if arguments is None else arguments
+    options = parser.parse_args(given)
+    options.doc = parser.description
+    options.command = f"{parser.prog} {shlex.join(word for word in given if word != '--markdown')}".strip()
+    return options
+
+
+def tell(options: argparse.Namespace, rows: Sequence[Row], table: str, about: Row, setting: Row | None = None) -> int:
+    """Print in the form that `options` asks for, and return the exit code.
+
+    `about` describes the machine, `setting` what else the page states.
+    """
     if options.json:
         print(json.dumps({"machine": about, "rows": rows}))
     elif options.markdown:
-        print(page(doc, f"{command} --markdown", {**about, **(setting or {})}, table))
+        print(page(options.doc, f"{options.command} --markdown", {**about, **(setting or {})}, table))
     else:
         print(table)
+    return 0
 
 
 NO_DEVICE = "not measured: no CUDA device"
 
 
-def unmeasured(baseline: str, why: str = NO_DEVICE) -> Row:
+def unmeasured(baseline: str | None, why: str = NO_DEVICE) -> Row:
     """What a row has whose times could not be had."""
     return {"ours_ms": None, "baseline": baseline, "baseline_ms": None, "speedup": None, "why": why}
 
 
-def tell_unmeasured(options: argparse.Namespace, rows: Sequence[Row], about: Row) -> None:
-    """Rows without times: what each would have been about, and why there is nothing."""
-    if options.json:
-        print(json.dumps({"machine": about, "rows": rows}))
-        return
+# What every row has, also one that is not about time.
+LOSSES = unmeasured(None, "losses are compared, not times")
+
+
+def tell_unmeasured(options: argparse.Namespace, rows: Sequence[Row], about: Row) -> int:
+    """Print rows without times: what each would have been about, and why there is nothing."""
     without = unmeasured("")
-    for row in rows:
-        print(f"{', '.join(f'{key} {value}' for key, value in row.items() if key not in without)}: {row['why']}")
+    lines = [f"{', '.join(f'{key} {row[key]}' for key in row if key not in without)}: {row['why']}" for row in rows]
+    options.markdown = False
+    return tell(options, rows, "\n".join(lines), about)
+
+
+def with_range(row: Row, who: str, form: str = ",", unit: float | None = None) -> str:
+    """Format the time of a side and its range, in milliseconds or in units of so many."""
+    values = [row[f"{who}_ms"], *row[f"{who}_range"]]
+    middle, low, high = (f"{value if unit is None else value / unit:{form}}" for value in values)
+    return f"{middle} ({low}–{high})"
 
 
 def page(doc: str | None, command: str, about: Row, table: str) -> str:

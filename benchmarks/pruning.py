@@ -17,7 +17,6 @@ further training; magnitude also prunes the head, which is the embedding, and th
 
 from __future__ import annotations
 
-import argparse
 import math
 import statistics
 import subprocess
@@ -26,12 +25,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from mst_scale.comm.parser import Parser, at_least
+from mst_scale.comm.parser import at_least
 from mst_scale.config.presets import ready_configs
 from mst_scale.errors import UserError
 
 from .machine import machine
-from .page import LOSSES, Row, aside, grid, outputs, tell
+from .page import LOSSES, Row, aside, command_line, grid, parse, tell
 
 WAYS = ("magnitude", "wanda", "sparsegpt")
 SPARSITIES = (0.3, 0.5, 0.7, 0.8, 0.9)
@@ -177,21 +176,14 @@ def table(rows: list[Row]) -> str:
     return grid(["", "pruned", *(row["method"] for row in rows)], lines)
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(arguments: Sequence[str]) -> int:
     """Run the benchmark and print its results."""
-    parser = Parser(prog="mst bench pruning", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_line("mst bench pruning", __doc__)
     parser.add_argument("--data", default="corpora/sympy-byte", metavar="DIR", help="made if it is not there")
     parser.add_argument("--runs", default="runs/pruning", type=Path, metavar="DIR", help="where the runs are kept")
     parser.add_argument("--seeds", type=at_least(1), default=3, help="runs a method (default: %(default)s)")
     parser.add_argument("--steps", type=at_least(1), default=1000, help="of each run (default: %(default)s)")
-    outputs(parser)
-    options = parser.parse_args(arguments)
+    options = parse(parser, arguments)
     with aside():
         rows = measure(options.data, options.runs, options.seeds, options.steps)
-    command = f"mst bench pruning --seeds {options.seeds} --steps {options.steps}"
-    tell(options, rows, table(rows), about={**machine(), "dtype": "float32"}, doc=__doc__, command=command)
-    return 0
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())
+    return tell(options, rows, table(rows), {**machine(), "dtype": "float32"})

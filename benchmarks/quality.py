@@ -26,11 +26,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from mst_scale.comm.parser import Parser
 from mst_scale.errors import UserError
 
 from .machine import machine
-from .page import LOSSES, Row, aside, grid, outputs, tell
+from .page import LOSSES, Row, aside, command_line, grid, parse, tell
 
 CONFIG = "demo"
 # A GPT of 0.4 M weights in its layers; every run has the same sparsity: min_blocks = 0, and blocks tile every matrix.
@@ -160,9 +159,9 @@ def settings_of(options: argparse.Namespace, variants: Mapping[str, Sequence[str
     return f"Settings on top of {options.config}:\n\n```\n{shared}\n\n{listed}\n```"
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(arguments: Sequence[str]) -> int:
     """Run the benchmark and print its results."""
-    parser = Parser(prog="mst bench quality", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_line("mst bench quality", __doc__)
     parser.add_argument(
         "--config", default=CONFIG, metavar="C", help="the experiment that variants vary (default: %(default)s)"
     )
@@ -171,8 +170,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="for every run")
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3], help="runs a variant")
     parser.add_argument("--runs", type=Path, metavar="FILE", help="keep runs here; what is there is not repeated")
-    outputs(parser)
-    options = parser.parse_args(arguments)
+    options = parse(parser, arguments)
     variants = json.loads(Path(options.variants).read_text()) if options.variants else VARIANTS
     if options.config == CONFIG:  # small and short enough for minutes on a CPU; --set comes after and takes precedence
         options.set = [f"{key}={json.dumps(value)}" for key, value in SHAPE.items()] + options.set
@@ -185,13 +183,5 @@ def main(arguments: Sequence[str] | None = None) -> int:
         rows = measure(options, variants)
     setting = {"dtype": "float32", "processes": 1, "seeds": len(options.seeds)}
     setting[f"tokens per run of {rows[0]['variant']}"] = f"{rows[0]['tokens']:,}"
-    shown, command = table(rows), "mst bench quality --seeds " + " ".join(map(str, options.seeds))
-    command += f" --variants {options.variants}" if options.variants else ""
-    command += f" --config {options.config}" if options.config != CONFIG else ""
-    shown += f"\n\n{settings_of(options, variants)}" if options.markdown else ""
-    tell(options, rows, shown, about=machine(), doc=__doc__, command=command, setting=setting)
-    return 0
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())
+    shown = table(rows) + (f"\n\n{settings_of(options, variants)}" if options.markdown else "")
+    return tell(options, rows, shown, machine(), setting)

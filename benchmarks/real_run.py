@@ -16,7 +16,6 @@ the end of a real training: the losses show that every phase trains a model of t
 
 from __future__ import annotations
 
-import argparse
 import base64
 import json
 import os
@@ -27,11 +26,11 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from mst_scale.comm.parser import Parser, at_least
+from mst_scale.comm.parser import at_least
 from mst_scale.errors import UserError
 
 from .machine import machine
-from .page import Row, grid, outputs, tell
+from .page import Row, command_line, grid, parse, tell, unmeasured
 from .timing import middle_half
 
 TOKENS = 50256  # and one for the end of a text: GPT-2's 50,257
@@ -146,7 +145,7 @@ def _row(method: str, phase: str, logged: list[Row]) -> Row:
         "state_mb": logged[-1]["state_bytes"] / 1e6,
         "sent_mb": logged[-1]["comm_bytes"] / 1e6,
         "memory_mb": max(row["peak_memory_bytes"] or 0 for row in logged) / 1e6,
-        "ours_ms": None, "baseline": None, "baseline_ms": None, "speedup": None,
+        **unmeasured(None, "the runs are compared phase by phase"),
     }  # fmt: skip
 
 
@@ -164,11 +163,9 @@ def table(rows: list[Row]) -> str:
     return grid(head, lines)
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(arguments: Sequence[str]) -> int:
     """Train what is missing, and print the results."""
-    parser = Parser(
-        prog="mst bench real_run", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_line("mst bench real_run", __doc__)
     parser.add_argument("--text", type=Path, required=True, help="JSON lines with a key text")
     parser.add_argument("--out", type=Path, required=True, help="folder of the tokens and the runs")
     parser.add_argument("--steps", type=at_least(20), default=1000, help="of each run (default: %(default)s)")
@@ -176,19 +173,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--length", type=at_least(2), default=128, help="tokens of a sequence (default: %(default)s)")
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=METHODS, help="runs to train (default: both)")
     parser.add_argument("--table", action="store_true", help="train nothing; show what the runs have logged so far")
-    outputs(parser)
-    options = parser.parse_args(arguments)
+    options = parse(parser, arguments)
     if not options.table:
         corpus = prepare(options.text, options.out)
         for method in options.methods:
             train(method, corpus, options.out, steps=options.steps, ranks=options.ranks, length=options.length)
     rows = rows_of(options.out)
-    command = f"mst bench real_run --steps {options.steps} --ranks {options.ranks} --length {options.length}"
     setting = {"model": "GPT-2 small, 124 M parameters", "dtype": "float32", "ZeRO stage": 1,
                "tokens per step": options.ranks * options.length}  # fmt: skip
-    tell(options, rows, table(rows), about=machine(1), doc=__doc__, command=command, setting=setting)
-    return 0
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())
+    return tell(options, rows, table(rows), machine(1), setting)

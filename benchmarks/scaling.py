@@ -26,7 +26,7 @@ from mst_scale.errors import UserError
 
 from . import step
 from .machine import machine
-from .page import Row, grid, outputs, tell
+from .page import Row, command_line, grid, parse, tell, with_range
 
 KINDS = ("weak", "strong")
 SIDES = {"ours": "MST", "baseline": "dense"}
@@ -127,13 +127,12 @@ def table(rows: Sequence[Row]) -> str:
     ]  # fmt: skip
     lines = []
     for r in rows:
-        ours, theirs = ("{:,} ({:,}–{:,})".format(r[f"{who}_ms"], *r[f"{who}_range"]) for who in SIDES)
         tokens, efficiency, communication = (
             " / ".join(form.format(r[f"{who}_{key}"]) for who in SIDES)
             for key, form in (("tokens_per_s", "{:,}"), ("efficiency", "{:.0%}"), ("communication_ms", "{:,.1f}"))
         )
-        cells = [r["kind"], r["ranks"], r["sequences_per_rank"], ours, theirs, f"{r['speedup']}×"]
-        lines.append([*cells, tokens, efficiency, communication])
+        cells = [r["kind"], r["ranks"], r["sequences_per_rank"], *(with_range(r, who) for who in SIDES)]
+        lines.append([*cells, f"{r['speedup']}×", tokens, efficiency, communication])
     return grid(head, lines)
 
 
@@ -144,9 +143,9 @@ def setting_of(rows: Sequence[Row]) -> dict[str, Any]:
     return {key.replace("_", " "): setting[key] for key in shown}
 
 
-def parser() -> argparse.ArgumentParser:
+def parser() -> Parser:
     """Return the command line."""
-    found = Parser(prog="mst bench scaling", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    found = command_line("mst bench scaling", __doc__)
     source = found.add_mutually_exclusive_group(required=True)
     source.add_argument("--config", metavar="C", help="the experiment: a file, or a ready config by name")
     source.add_argument("--from", nargs="+", dest="files", metavar="FILE", help="results of `benchmarks.step`")
@@ -161,13 +160,12 @@ def parser() -> argparse.ArgumentParser:
     found.add_argument("--rounds", type=at_least(2), default=7, help="pairs of steps a point (7)")
     found.add_argument("--threads", type=at_least(1), default=1, help="CPU threads a rank (1)")
     found.add_argument("--plot", metavar="FILE", help="draw it: .png or .svg")
-    outputs(found)
     return found
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(arguments: Sequence[str]) -> int:
     """Run the benchmark and print its results."""
-    options = parser().parse_args(arguments)
+    options = parse(parser(), arguments)
     for ranks in options.ranks if "strong" in options.kinds and options.config else ():
         if options.micro_batch_size * max(options.ranks) % ranks:
             whole = options.micro_batch_size * max(options.ranks)
@@ -185,11 +183,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
         rows = measure(options)
     if options.plot:
         plot(rows, Path(options.plot))
-    given = [word for word in (sys.argv[1:] if arguments is None else arguments) if word != "--markdown"]
-    command = f"mst bench scaling {' '.join(given)}"
-    tell(options, rows, table(rows), about=about, doc=__doc__, command=command, setting=setting_of(rows))
-    return 0
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())
+    return tell(options, rows, table(rows), about, setting_of(rows))

@@ -37,7 +37,7 @@ from mst_scale.errors import UserError
 from . import step_cuda
 from .fitting import capacity_here
 from .local_ranks import run_on
-from .page import aside, outputs
+from .page import aside, command_line, parse
 from .step_phases import Bench
 from .step_report import markdown, table
 from .step_sides import Pair
@@ -69,16 +69,9 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     return found
 
 
-def measured(words: Sequence[str]) -> dict[str, Any]:
-    """What `mst bench step WORDS` finds."""
-    options = parser().parse_args(words)
-    check_options(options)
-    return run(options)
-
-
-def parser() -> argparse.ArgumentParser:
+def parser() -> Parser:
     """Return the command line."""
-    found = Parser(prog="mst bench step", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    found = command_line("mst bench step", __doc__, "the section that --append would add")
     found.add_argument("--config", required=True, metavar="C", help="the experiment: a file, or a ready config by name")
     found.add_argument("--method", metavar="M", help="overrides mst.method of our side")
     found.add_argument("--set", action="append", default=[], metavar="K=V", help="override any key, repeatable")
@@ -91,7 +84,6 @@ def parser() -> argparse.ArgumentParser:
     found.add_argument("--ranks", type=int, default=1, help="processes to start here; a launcher's take precedence")
     found.add_argument("--threads", type=int, help="CPU threads a rank (the cores, shared)")
     found.add_argument("--append", metavar="FILE", help="add a section to this file, say benchmarks/results/step.md")
-    outputs(found, "the section that --append would add")
     found.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)  # the deepspeed launcher passes it
     return found
 
@@ -137,19 +129,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     where, others = device.parse_known_args(given)
     if where.device:
         return step_cuda.main(others)
-    options = parser().parse_args(given)
+    options = parse(parser(), given)
     check_options(options)
     found = here(options) if launched() else run(options)
     if int(os.environ.get("RANK", "0")):
         return 0
-    command = "mst bench step " + " ".join(given)
     if options.append:
         with Path(options.append).open("a") as file:
-            file.write("\n" + markdown(found, command))
+            file.write("\n" + markdown(found, options.command))
     if options.json:
         print(json.dumps(found))
     else:
-        print(markdown(found, command) if options.markdown else table(found["rows"]))
+        print(markdown(found, options.command) if options.markdown else table(found["rows"]))
     return 0
 
 

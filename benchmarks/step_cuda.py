@@ -17,7 +17,6 @@ Times are medians over rounds of several synchronized steps. `kernels` lists the
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import functools
 import statistics
@@ -27,11 +26,11 @@ from typing import Any
 
 import torch
 
-from mst_scale.comm.parser import Parser, at_least
+from mst_scale.comm.parser import at_least
 
 from .machine import machine
-from .page import NO_DEVICE, Row, aside, grid, outputs, tell
-from .timing import middle_half, seconds_of
+from .page import Row, aside, command_line, grid, parse, tell, unmeasured, with_range
+from .timing import in_rounds, middle_half, seconds_of, versus
 
 MICRO_BATCHES = 10  # per round
 BASELINE = "dense DeepSpeed bf16, torch.compile, cuDNN attention"
@@ -187,11 +186,6 @@ def described(shape: Shape, variant: str) -> Row:
     return {"variant": variant, "parameters": shape.parameters, "goal": shape.goal, "baseline": BASELINE}
 
 
-def unmeasured(why: str) -> Row:
-    """Return the columns of a row without times."""
-    return {"ours_ms": None, "baseline_ms": None, "speedup": None, "why": why}
-
-
 def measure(shape: Shape, variant: str, dense: Stepper, *, compiled: bool, rounds: int, tiny: bool = False) -> Row:
     """A variant in turns with the dense engine."""
     experiment = experiment_of(shape, mst_block(variant), dense.micro_batches, tiny)
@@ -213,23 +207,14 @@ def compare(ours: Stepper, dense: Stepper, rounds: int) -> Row:
     """Medians of a step of each, in turns; both have taken the steps that compile and tune them."""
     ours.steps(2)
     device, steps = ours.engine.device, max(1, MICRO_BATCHES // ours.micro_batches)
-    times: list[list[float]] = [[], []]
-    for number in range(rounds + 1):
-        for side, found in zip((ours, dense), times, strict=True):
-            seconds = seconds_of(functools.partial(side.steps, steps), device)
-            if number:
-                found.append(1e3 * seconds / steps)
-    mine, theirs = (statistics.median(found) for found in times)
+    runs = [functools.partial(side.steps, steps) for side in (ours, dense)]
+    mine, theirs = in_rounds(runs, rounds, lambda run: 1e3 * seconds_of(run, device) / steps)
     tokens = ours.micro * ours.context
     return {
         "model": f"{ours.layers} layers, {ours.micro_batches} × {tokens:,} tokens per step",
         "micro_batches": ours.micro_batches,
-        "ours_ms": round(mine, 2),
-        "ours_range": [round(ms, 2) for ms in middle_half(times[0])],
-        "baseline_ms": round(theirs, 2),
-        "baseline_range": [round(ms, 2) for ms in middle_half(times[1])],
-        "speedup": round(theirs / mine, 3),
-        "rounds": rounds,
+        **versus(mine, BASELINE, theirs, digits=2),
+        "speedup": round(statistics.median(theirs) / statistics.median(mine), 3),
     }
 
 
@@ -298,7 +283,7 @@ def run(shapes: Sequence[str], variants: Sequence[str], micro_batches: int, roun
     rows: list[Row] = []
     for shape in (SHAPES[name] for name in shapes):
         if not torch.cuda.is_available():
-            rows += [{**described(shape, variant), **unmeasured(NO_DEVICE)} for variant in variants]
+            rows += [{**described(shape, variant), **unmeasured(BASELINE)} for variant in variants]
             continue
         with aside():
             dense = dense_stepper(shape, micro_batches)
@@ -308,23 +293,15 @@ def run(shapes: Sequence[str], variants: Sequence[str], micro_batches: int, roun
                         rows.append(measure(shape, variant, dense, compiled=compiled, rounds=rounds))
                     except Exception as error:  # what compiling stumbles over is reported in its row
                         why = f"{type(error).__name__}: {(str(error) or 'no message').splitlines()[0]}"
-                        rows.append({**described(shape, variant), "compiled": compiled, **unmeasured(why)})
+                        rows.append({**described(shape, variant), "compiled": compiled, **unmeasured(BASELINE, why)})
             dense.close()
     return rows
 
 
 def table(rows: Sequence[Row]) -> str:
     """Return the rows as tables of Markdown."""
-    head = [
-        "width of",
-        "variant",
-        "measured on",
-        "ours",
-        "ms (middle half)",
-        "dense ms (middle half)",
-        "speedup",
-        "goal",
-    ]
+    head = ["width of", "variant", "measured on", "ours", "ms (middle half)", "dense ms (middle half)"]
+    head += ["speedup", "goal"]
     lines = []
     for r in rows:
         goal = f"{r['goal']}×" if r.get("goal") else ""
@@ -332,26 +309,19 @@ def table(rows: Sequence[Row]) -> str:
         if r["speedup"] is None:
             lines.append([r["parameters"], r["variant"], "", way, r["why"].replace("|", "/")[:160], "", "", goal])
             continue
-        mine, theirs = (
-            f"{r[f'{who}_ms']:,} ({r[f'{who}_range'][0]:,}–{r[f'{who}_range'][1]:,})" for who in ("ours", "baseline")
-        )
+        mine, theirs = (with_range(r, who) for who in ("ours", "baseline"))
         lines.append([r["parameters"], r["variant"], r["model"], way, mine, theirs, f"**{r['speedup']}×**", goal])
     return grid(head, lines)
 
 
 def main(arguments: Sequence[str]) -> int:
     """Run the benchmark and print its results."""
-    parser = Parser(
-        prog="mst bench step --device cuda", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_line("mst bench step --device cuda", __doc__)
     option = parser.add_argument
     option("--shapes", nargs="+", choices=list(SHAPES), default=["6.7B", "1.5B"], metavar="S", help="(6.7B 1.5B)")
     option("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS), metavar="V", help="(all)")
     option("--micro-batches", type=at_least(1), default=8, metavar="N", help="per optimizer step (8)")
     option("--rounds", type=at_least(2), default=6, help="rounds of several steps (6)")
-    outputs(parser)
-    options = parser.parse_args(arguments)
+    options = parse(parser, arguments)
     rows, about = run(options.shapes, options.variants, options.micro_batches, options.rounds), machine()
-    command = f"mst bench step --device cuda --micro-batches {options.micro_batches} --rounds {options.rounds}"
-    tell(options, rows, table(rows), about=about, doc=__doc__, command=command)
-    return 0
+    return tell(options, rows, table(rows), about)

@@ -9,18 +9,17 @@ compared. FLOPs are reduced by a factor of 1 / density.
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
 
-from mst_scale.comm.parser import Parser, at_least
+from mst_scale.comm.parser import at_least
 from mst_scale.methods import METHODS
 
 from .machine import machine
-from .page import Row, grid, outputs, tell, tell_unmeasured, unmeasured
-from .timing import Run, for_seconds, middle_half, versus
+from .page import Row, command_line, grid, parse, tell, tell_unmeasured, unmeasured, with_range
+from .timing import Run, for_seconds, versus
 
 NAMES = ("monarch", "pixelfly")
 SHAPES = ((3072, 768), (768, 3072), (2304, 768), (6400, 1600))  # (outputs, inputs)
@@ -61,47 +60,33 @@ def measure(shapes: Sequence[tuple[int, int]], dtypes: Sequence[str], device: st
             dense, *others = for_seconds([run for run, _ in layers], seconds, least=5, device=where)
             for name, times, (_, density) in zip(NAMES, others, layers[1:], strict=True):
                 about = {"method": name, "dtype": dtype, "layer": f"{shape[1]}→{shape[0]}", "density": density}
-                rows.append({**about, **versus(times, DENSE, dense, middle_half)})
+                rows.append({**about, **versus(times, DENSE, dense)})
     return rows
 
 
 def table(rows: list[Row]) -> str:
     """Return the rows as tables of Markdown."""
-
-    def times(row: Row, whose: str) -> str:
-        low, high = row[f"{whose}_range"]
-        return f"{row[f'{whose}_ms']:.1f} ({low:.1f} – {high:.1f})"
-
     heads = ["dtype", "layer", "method", "1 / density", "ms (middle half)", "dense ms", "speed-up"]
     lines = []
     for row in rows:
         about = [row["dtype"], row["layer"], row["method"], f"{1 / row['density']:.2f}"]
-        lines.append([*about, times(row, "ours"), times(row, "baseline"), f"**{row['speedup']:.2f}**"])
+        times = [with_range(row, who, ".1f") for who in ("ours", "baseline")]
+        lines.append([*about, *times, f"**{row['speedup']:.2f}**"])
     return grid(heads, lines)
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(arguments: Sequence[str]) -> int:
     """Run the benchmark and print its results."""
-    parser = Parser(
-        prog="mst bench structured", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_line("mst bench structured", __doc__)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="(default: %(default)s)")
     parser.add_argument("--dtype", nargs="+", choices=("float32", "bfloat16"), default=["float32", "bfloat16"])
     parser.add_argument("--seconds", type=at_least(0.01), default=10.0, help="for one layer and dtype (default: 10)")
     parser.add_argument("--quick", action="store_true", help="768→3072 only")
-    outputs(parser)
-    options = parser.parse_args(arguments)
+    options = parse(parser, arguments)
     shapes = SHAPES[:1] if options.quick else SHAPES
     if options.device == "cuda" and not torch.cuda.is_available():
         cases = [(dtype, f"{i}→{o}") for dtype in options.dtype for o, i in shapes]
         rows = [{"dtype": dtype, "layer": layer, **unmeasured(DENSE)} for dtype, layer in cases]
-        tell_unmeasured(options, rows, machine())
-        return 0
+        return tell_unmeasured(options, rows, machine())
     rows = measure(shapes, options.dtype, options.device, options.seconds)
-    command = f"mst bench structured --device {options.device} --dtype {' '.join(options.dtype)}"
-    tell(options, rows, table(rows), about=machine(), doc=__doc__, command=command)
-    return 0
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())
+    return tell(options, rows, table(rows), machine())

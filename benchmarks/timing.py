@@ -70,24 +70,30 @@ def in_rounds(runs: Sequence[Run], rounds: int, clock: Callable[[Run], float] = 
     return times
 
 
-def versus(ours: Sequence[float], baseline: str, theirs: Sequence[float], spread: Callable[..., list[float]]) -> Row:
-    """The columns of a row that compares two sides, both in milliseconds."""
-    mine, other = statistics.median(ours), statistics.median(theirs)
-    return {
-        "ours_ms": round(mine, 3),
-        "ours_range": [round(end, 3) for end in spread(ours)],
-        "baseline": baseline,
-        "baseline_ms": round(other, 3),
-        "baseline_range": [round(end, 3) for end in spread(theirs)],
-        "speedup": round(other / mine, 2),
-        "rounds": len(ours),
-    }
-
-
 def middle_half(values: Sequence[float]) -> list[float]:
     """First and third quartile, both of them values that were measured."""
     ordered = sorted(values)
     return [ordered[len(ordered) // 4], ordered[3 * len(ordered) // 4]]
+
+
+def versus(
+    ours: Sequence[float],
+    baseline: str,
+    theirs: Sequence[float],
+    spread: Callable[[Sequence[float]], list[float]] = middle_half,
+    digits: int = 3,
+) -> Row:
+    """The columns of a row that compares two sides, both in milliseconds."""
+    mine, other = statistics.median(ours), statistics.median(theirs)
+    return {
+        "ours_ms": round(mine, digits),
+        "ours_range": [round(end, digits) for end in spread(ours)],
+        "baseline": baseline,
+        "baseline_ms": round(other, digits),
+        "baseline_range": [round(end, digits) for end in spread(theirs)],
+        "speedup": round(other / mine, 2),
+        "rounds": len(ours),
+    }
 
 
 def ends(values: Sequence[float]) -> list[float]:

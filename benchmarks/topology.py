@@ -31,11 +31,11 @@ import torch
 import torch.distributed as dist
 
 from mst_scale.comm.exchange import Exchange
-from mst_scale.comm.parser import Parser, at_least
+from mst_scale.comm.parser import at_least
 
 from .local_ranks import run_on
 from .machine import machine
-from .page import Row, grid, outputs, tell
+from .page import Row, command_line, grid, parse, tell, with_range
 from .timing import Run, ends, in_rounds, seconds_of, versus
 from .topology_ways import SHAPES, State, kthvalue, naive, ours
 
@@ -171,19 +171,12 @@ def table(rows: list[Row]) -> str:
     """Return the rows as tables of Markdown."""
     lines = []
     for row in rows:
-        theirs = "–" if row["baseline_ms"] is None else f"{row['baseline_ms']:,.1f} ({_span(row['baseline_range'])})"
-        cells = [
-            row["shapes"],
-            f"{row['weights'] / 1e6:.1f} M",
-            f"{row['ranks']} × {row['threads_per_rank']}",
-            f"{row['mask_bytes_per_rank'] / 1e6:.2f}",
-            row["what"],
-            f"{row['ours_ms']:,.1f} ({_span(row['ours_range'])})",
-            row["baseline"],
-            theirs,
+        lines.append([
+            row["shapes"], f"{row['weights'] / 1e6:.1f} M", f"{row['ranks']} × {row['threads_per_rank']}",
+            f"{row['mask_bytes_per_rank'] / 1e6:.2f}", row["what"], with_range(row, "ours", ",.1f"), row["baseline"],
+            "–" if row["baseline_ms"] is None else with_range(row, "baseline", ",.1f"),
             row["why"] if row["speedup"] is None else f"**{row['speedup']}**",
-        ]
-        lines.append(cells)
+        ])  # fmt: skip
     head = ["shapes", "weights", "ranks × threads", "masks, MB per rank", "what"]
     parts = [grid([*head, "ours ms (range)", "baseline", "baseline ms (range)", "speed-up"], lines)]
     lines = []
@@ -201,13 +194,9 @@ def table(rows: list[Row]) -> str:
     return "\n\n".join(parts)
 
 
-def _span(ends: list[float]) -> str:
-    return f"{ends[0]:,.1f} – {ends[1]:,.1f}"
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(arguments: Sequence[str]) -> int:
     """Run the benchmark and print its results."""
-    parser = Parser(prog="mst bench topology", description=(__doc__ or "").split("\n", 1)[0])
+    parser = command_line("mst bench topology", __doc__)
     parser.add_argument("--ranks", type=at_least(1), nargs="+", default=[1, 2], help="processes (default: 1 2)")
     parser.add_argument(
         "--shapes",
@@ -218,15 +207,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--rounds", type=at_least(2), default=5, help="pairs of steps (default: %(default)s)")
     parser.add_argument("--threads", type=at_least(1), default=2, help="CPU threads, shared out among the ranks")
-    outputs(parser)
-    options = parser.parse_args(arguments)
+    options = parse(parser, arguments)
     about = machine(options.threads)
     rows = run(options.ranks, options.shapes, options.rounds, options.threads)
-    given = f"--ranks {' '.join(map(str, options.ranks))} --shapes {' '.join(options.shapes)}"
-    given += f" --rounds {options.rounds} --threads {options.threads}"
-    tell(options, rows, table(rows), about=about, doc=__doc__, command=f"mst bench topology {given}")
-    return 0
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())
+    return tell(options, rows, table(rows), about)

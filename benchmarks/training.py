@@ -27,12 +27,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from mst_scale.comm.parser import Parser, at_least
+from mst_scale.comm.parser import at_least
 
 from .local_ranks import run_on
 from .machine import machine
-from .page import Row, aside, grid, outputs, tell
-from .timing import in_rounds, middle_half, seconds_of
+from .page import Row, aside, command_line, grid, parse, tell, with_range
+from .timing import in_rounds, middle_half, seconds_of, versus
 
 ASKED = {"loop": 0.02, "masking": 0.02, "topology": 0.01, "drift": 0.001}
 # GPT-2 small's widths and its whole head; 4 of 12 layers, so that two engines fit into a few GB
@@ -143,24 +143,16 @@ def masked(ranks: Any, rounds: int) -> list[Row]:
 def row(what: str, baseline: str, ours: list[float], theirs: list[float], steps: int = 1) -> Row:
     """Return the row of a comparison."""
     pairs = [a / b - 1 for a, b in zip(ours, theirs, strict=True)]
-    mine, other = (1e3 * statistics.median(times) / steps for times in (ours, theirs))
+    mine, other = ([1e3 * seconds / steps for seconds in times] for times in (ours, theirs))
     return {
         "what": what,
-        "ours_ms": round(mine, 2),
-        "ours_range": _middle(ours, steps),
-        "baseline": baseline,
-        "baseline_ms": round(other, 2),
-        "baseline_range": _middle(theirs, steps),
-        "speedup": round(other / mine, 4),
+        **versus(mine, baseline, other, digits=2),
+        "speedup": round(statistics.median(other) / statistics.median(mine), 4),
         "overhead": statistics.median(pairs),
         "overhead_range": [round(q, 4) for q in middle_half(pairs)],
         "asked": ASKED[what],
         "pairs": len(pairs),
     }
-
-
-def _middle(times: list[float], steps: int) -> list[float]:
-    return [round(1e3 * q / steps, 2) for q in middle_half(times)]
 
 
 def here(options: argparse.Namespace) -> tuple[dict[str, Any], list[Row]]:
@@ -183,7 +175,7 @@ def table(rows: list[Row]) -> str:
     head = ["what", "ranks", "ours ms (middle half)", "baseline", "baseline ms (middle half)", "we add", "asked"]
     lines = []
     for r in rows:
-        ours, theirs = ("{:,} ({:,}–{:,})".format(r[f"{who}_ms"], *r[f"{who}_range"]) for who in ("ours", "baseline"))
+        ours, theirs = (with_range(r, who) for who in ("ours", "baseline"))
         low, high = r["overhead_range"]
         spread = f" ({low:+.2%} … {high:+.2%})" if r["what"] in ("loop", "masking") else ""
         adds = f"{r['overhead']:+.2%}{spread}" if r["what"] != "drift" else f"{r['overhead']:+.4%}"
@@ -191,23 +183,14 @@ def table(rows: list[Row]) -> str:
     return grid(head, lines)
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(arguments: Sequence[str]) -> int:
     """Run the benchmark and print its results."""
-    parser = Parser(
-        prog="mst bench training", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_line("mst bench training", __doc__)
     parser.add_argument("--ranks", type=at_least(1), default=1, help="processes (default: %(default)s)")
     parser.add_argument("--rounds", type=at_least(2), default=9, help="pairs of stretches (default: %(default)s)")
     parser.add_argument(
         "--threads", type=at_least(1), default=os.cpu_count() or 1, help="CPU threads, shared by the ranks"
     )
-    outputs(parser)
-    options = parser.parse_args(arguments)
+    options = parse(parser, arguments)
     about, rows = run_on(options.ranks, here, options)
-    command = f"mst bench training --ranks {options.ranks} --rounds {options.rounds}"
-    tell(options, rows, table(rows), about=about, doc=__doc__, command=command)
-    return 0
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())
+    return tell(options, rows, table(rows), about)

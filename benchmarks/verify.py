@@ -25,11 +25,11 @@ from collections.abc import Sequence
 
 import torch
 
-from mst_scale.comm.parser import Parser, at_least
+from mst_scale.comm.parser import at_least
 
 from .local_ranks import run_on
 from .machine import machine
-from .page import Row, aside, grid, outputs, tell
+from .page import Row, aside, command_line, grid, parse, tell, with_range
 from .timing import middle_half
 from .training import MASKED_MODEL, config
 
@@ -98,7 +98,7 @@ def table(rows: list[Row]) -> str:
     """Return the rows as a table of Markdown."""
     lines = []
     for r in rows:
-        times = [f"{r[f'{kind}_ms']:,} ({r[f'{kind}_range'][0]:,}–{r[f'{kind}_range'][1]:,})" for kind in KINDS]
+        times = [with_range(r, kind) for kind in KINDS]
         place = [r["method"], str(r["ranks"]), str(r["stage"]), f"{r['tokens']:,}", f"{r['kept_mb']:,}"]
         lines.append([*place, *times, f"{r['ours_ms']:,.0f}", f"{r['share']:.2%}", f"≤ {r['asked']:.0%}"])
     return grid(
@@ -110,25 +110,16 @@ def table(rows: list[Row]) -> str:
     )  # fmt: skip
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(arguments: Sequence[str]) -> int:
     """Run the benchmark and print its results."""
-    parser = Parser(prog="mst bench verify", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_line("mst bench verify", __doc__)
     parser.add_argument("--ranks", type=at_least(1), nargs="+", default=[1, 2], help="processes (default: 1 2)")
     parser.add_argument("--stages", type=int, choices=range(4), nargs="+", default=[0, 1, 3], help="ZeRO stages")
     parser.add_argument("--methods", choices=("dense", "sparse"), nargs="+", default=["dense", "sparse"])
     parser.add_argument("--tokens", type=at_least(1), default=1024, help="per rank and step (default: %(default)s)")
     parser.add_argument("--rounds", type=at_least(2), default=5, help="measured verifications (default: %(default)s)")
     parser.add_argument("--threads", type=at_least(1), default=os.cpu_count() or 1, help="CPU threads, shared out")
-    outputs(parser)
-    options = parser.parse_args(arguments)
+    options = parse(parser, arguments)
     with aside():
         rows = run(options)
-    given = f"--ranks {' '.join(map(str, options.ranks))} --stages {' '.join(map(str, options.stages))}"
-    given += f" --methods {' '.join(options.methods)} --tokens {options.tokens}"
-    command = f"mst bench verify {given} --rounds {options.rounds} --threads {options.threads}"
-    tell(options, rows, table(rows), about=machine(options.threads), doc=__doc__, command=command)
-    return 0
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())
+    return tell(options, rows, table(rows), machine(options.threads))

@@ -23,14 +23,13 @@ from __future__ import annotations
 import argparse
 import os
 import statistics
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
-from mst_scale.comm.parser import Parser, at_least
+from mst_scale.comm.parser import at_least
 from mst_scale.config import Experiment, load
 from mst_scale.config.check import check
 from mst_scale.config.deepspeed import precision_of
@@ -43,7 +42,7 @@ from mst_scale.plan.step_time import phases, step_seconds
 
 from ..local_ranks import run_on
 from ..machine import machine
-from ..page import aside, grid, outputs, tell
+from ..page import aside, command_line, grid, parse, tell
 from ..step_sides import Side
 from ..timing import in_rounds, middle_half
 from . import records
@@ -250,34 +249,20 @@ def _step(of: Sequence[float], dense_ms: Sequence[float]) -> list[str]:
     ]
 
 
-def parser() -> argparse.ArgumentParser:
-    """Return the command line."""
-    found = Parser(
-        prog="python -m mst_scale.benchmarks.studies.in_time",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    found.add_argument("--study", default="channels", metavar="NAME", help="(default: %(default)s)")
-    option = found.add_argument
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the benchmark and print its results."""
+    parser = command_line("python -m mst_scale.benchmarks.studies.in_time", __doc__)
+    option = parser.add_argument
+    option("--study", default="channels", metavar="NAME", help="(default: %(default)s)")
     option("--widths", type=at_least(4), nargs="+", default=[128, 256, 512], metavar="W", help="the study's goes first")
     option("--rounds", type=at_least(2), default=30, help="steps of each (30)")
     option("--threads", type=at_least(1), help="CPU threads (the cores)")
-    outputs(found)
-    return found
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the benchmark and print its results."""
-    options = parser().parse_args(arguments)
+    options = parse(parser, arguments)
     found = run_on(1, here, options)
     plan = read_plan(options.study)
     rows = rows_of(plan, found["steps"][0])
     setting = {"study": options.study, "rounds": options.rounds, "dtype": DTYPES[precision_of(plan.config)]}
-    given = [word for word in (sys.argv[1:] if arguments is None else arguments) if word != "--markdown"]
-    command = " ".join(["python -m mst_scale.benchmarks.studies.in_time", *given])
-    tables, about = table(rows, found["steps"], expected(plan)), found["machine"]
-    tell(options, rows, tables, about=about, doc=__doc__, command=command, setting=setting)
-    return 0
+    return tell(options, rows, table(rows, found["steps"], expected(plan)), found["machine"], setting)
 
 
 if __name__ == "__main__":
