@@ -173,9 +173,11 @@ def compact_cross_entropy(
 
     See `head.cross_entropy`.
     """
-    if index.backend == "dense" or not isinstance(index.products, CompiledProducts):
+    if index.backend == "dense":
         return None
-    check_not_transformed("a compact layer", TO_DENSE, x, values)
+    check_not_transformed("a compact layer", TO_DENSE, x, values)  # before the products are built
+    if not isinstance(index.products, CompiledProducts):
+        return None
     x, values = under_autocast(x), under_autocast(values)
     _check(x, values, index, None)
     return head.cross_entropy(x, values.to(wide(values.dtype)), targets, index.products, count)

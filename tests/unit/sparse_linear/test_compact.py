@@ -5,6 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from mst_scale import zero_shards
 from mst_scale.errors import UserError
 from mst_scale.mixed_growing import packed_bits
 from mst_scale.models.cross_entropy import cross_entropy
@@ -234,3 +235,11 @@ def test_torch_func_is_rejected():
     index = CompactIndex.from_mask(torch.eye(4, dtype=torch.bool), (4, 4))
     with pytest.raises(UserError):
         torch.func.grad(lambda v: compact_linear(torch.ones(2, 4), v, index).sum())(torch.ones(4))
+
+
+def test_torch_func_is_rejected_before_the_products_of_a_head_are_built():
+    index = zero_shards.CompactIndex("head", (4, 4), torch.tensor([0, 5, 10, 15]))
+    index.backend = "cpu"
+    targets = torch.zeros(2, dtype=torch.int64)
+    with pytest.raises(UserError):
+        torch.func.grad(lambda v: compact_cross_entropy(torch.ones(2, 4), v, targets, index))(torch.ones(4))
