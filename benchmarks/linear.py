@@ -21,13 +21,16 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
 from mst_scale.comm.parser import Parser, at_least
 from mst_scale.errors import UserError
 from mst_scale.sparse_linear import cpu, crossovers, measuring
+from mst_scale.sparse_linear.compact import compact_linear
 from mst_scale.sparse_linear.measuring import USUAL, Layer, crossover
+from mst_scale.zero_shards import CompactIndex
 
 from . import linear_cuda
 from .machine import machine
@@ -57,6 +60,15 @@ def layer_of(dtype: str, shape: tuple[int, int]) -> Layer:
     return Layer(dtype, shape, TOKENS.get(shape, 2048))
 
 
+def compact(layer: Layer, sparsity: float, backend: str) -> Run:
+    """Return a run of a layer of which only the active weights exist."""
+    active = layer.active(sparsity)
+    index: Any = CompactIndex("layer", layer.shape, active.view(-1).nonzero().view(-1))
+    index.backend = backend
+    values = layer.weight.detach()[active].requires_grad_()
+    return lambda: torch.autograd.grad(compact_linear(layer.x, values, index), (layer.x, values), layer.dy)
+
+
 def row_of(  # noqa: PLR0917
     layer: Layer, sparsity: float, ours: list[float], baseline: str, theirs: list[float], given: str = WEIGHT
 ) -> Row:
@@ -83,8 +95,8 @@ def compare(dtype: str, shape: tuple[int, int], sparsities: Sequence[float], sec
     runs = {(DENSE, 0.0): layer.dense()}
     runs |= {(WEIGHT, s): layer.sparse(s) for s in sparsities}
     runs |= {(MKL, s): layer.sparse(s, cpu.MKLIndex) for s in with_mkl}
-    runs |= {(VALUES, s): layer.compact(s) for s in sparsities}
-    runs |= {(EXPANDED, s): layer.compact(s, "dense") for s in sparsities[:1]}
+    runs |= {(VALUES, s): compact(layer, s, "cpu") for s in sparsities}
+    runs |= {(EXPANDED, s): compact(layer, s, "dense") for s in sparsities[:1]}
     times = dict(zip(runs, alternate(list(runs.values()), seconds), strict=True))
     dense, ours = times[DENSE, 0.0], {s: times[WEIGHT, s] for s in sparsities}
     rows = [row_of(layer, s, ours[s], DENSE, dense) for s in sparsities]

@@ -6,7 +6,7 @@
     db = Σ dy
 
 `values` is one-dimensional: the K active weights in the order of the flattened matrix. They are the parameter, and
-their gradient is K numbers as well. A `CompactIndex` says where they stand. It is built once per mask.
+their gradient is K numbers as well. A `CompactIndex` says where they stand.
 
     dense   expands the values to a matrix in the forward pass and again in the backward pass, so that only one layer's
             matrix exists at a time. It gives the bits of `F.linear` and its gradients, and it is the definition that
@@ -17,8 +17,7 @@ their gradient is K numbers as well. A `CompactIndex` says where they stand. It 
 
 from __future__ import annotations
 
-import functools
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 import torch
 import torch.nn.functional as F
@@ -33,7 +32,7 @@ from mst_scale.transforms import check_first_derivative, check_not_transformed, 
 
 
 def products_of(positions: Tensor, shape: tuple[int, int], across: bool = False) -> cpu.Products:
-    """Return what the backend "cpu" multiplies by, for another index's attribute `products`.
+    """Return what the backend "cpu" multiplies by: the products of a mask, by the best kernel here.
 
     Args:
         positions: where the values stand in the flattened matrix, ascending.
@@ -45,93 +44,35 @@ def products_of(positions: Tensor, shape: tuple[int, int], across: bool = False)
     return cpu.build_products(active, across)
 
 
-class CompactIndex:
-    """Where the values of one matrix stand.
+class CompactIndex(Protocol):
+    """Where the values of one matrix stand, as the layers here need to know it (see `zero_shards.CompactIndex`).
 
     Attributes:
-        rows: rows of the matrix as it is flattened.
-        columns: columns of the same.
         across: whether the matrix is stored as (inputs, outputs), as transformers' Conv1D does.
-        count: the number of active weights, K.
         backend: "dense" or "cpu".
+        products: what the backend "cpu" multiplies by, see `products_of`.
+        shape: (rows, columns) of the matrix as it is flattened.
+        count: the number of active weights, K.
+        outputs: of the layer.
+        inputs: of the layer.
     """
 
-    def __init__(self, active: Tensor, *, across: bool = False, backend: str = "dense"):
-        """Build the index of a mask; `active` is bool, of the shape in which the matrix is flattened."""
-        self.rows, self.columns = int(active.shape[0]), int(active.shape[1])
-        self.across, self.backend = across, backend
-        if backend == "cpu":
-            self.products = cpu.build_products(active, across)
-            self.count = self.products.entries
-            return
-        assert backend == "dense", backend
-        self.where = active.reshape(-1).nonzero().view(-1)
-        self.count = len(self.where)
-
-    @classmethod
-    def from_mask(
-        cls, mask: Tensor, shape: tuple[int, int] | torch.Size, *, across: bool = False, backend: str = "dense"
-    ) -> CompactIndex:
-        """Build the index of a mask, which takes milliseconds: do it again after each topology step.
-
-        Args:
-            mask: bool with as many elements as the matrix, or its bits, 8 to a byte, the first one highest.
-            shape: (rows, columns) of the matrix as it is flattened.
-            across: the matrix is stored as (inputs, outputs).
-            backend: what `dispatch.select` chose for the layer.
-
-        Raises:
-            UserError: if the mask does not fit the shape.
-        """
-        rows, columns = (int(size) for size in shape)
-        if mask.dtype == torch.uint8 and mask.numel() == -(-rows * columns // 8):
-            mask = _unpacked(mask.reshape(-1), rows * columns)
-        if mask.dtype != torch.bool or mask.numel() != rows * columns:
-            raise UserError(
-                f"a mask of {mask.numel()} elements in {mask.dtype} does not fit a {rows} × {columns} matrix: "
-                f"give {rows * columns} bools, or {-(-rows * columns // 8)} bytes of packed bits"
-            )
-        return cls(mask.reshape(rows, columns), across=across, backend=backend)
-
-    @functools.cached_property
-    def where(self) -> Tensor:
-        """The position of each value in the flattened matrix."""
-        return self.products.where
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        """(rows, columns)."""
-        return self.rows, self.columns
+    across: bool
+    backend: str
+    products: cpu.Products
+    shape: tuple[int, int]
+    count: int
+    outputs: int
+    inputs: int
 
     def on(self, device: torch.device) -> Tensor:
-        """Return the positions of the values; they are already on this device."""
-        return self.where
-
-    @property
-    def outputs(self) -> int:
-        """The number of outputs of the layer."""
-        return self.columns if self.across else self.rows
-
-    @property
-    def inputs(self) -> int:
-        """The number of inputs of the layer."""
-        return self.rows if self.across else self.columns
+        """Return the position of each value in the flattened matrix."""
 
     def expand(self, values: Tensor) -> Tensor:
         """Return the matrix with zeros where it has no values; autograd gives the gradient of the values."""
-        zeros = values.new_zeros(self.rows * self.columns)
-        if torch.is_grad_enabled() and values.requires_grad:
-            return zeros.index_put((self.where,), values).view(self.shape)
-        return zeros.index_copy_(0, self.where, values).view(self.shape)
 
     def collect(self, matrix: Tensor) -> Tensor:
         """Return what a matrix holds where this one has values."""
-        return matrix.reshape(-1)[self.where]
-
-
-def _unpacked(bits: Tensor, length: int) -> Tensor:
-    shifts = torch.arange(7, -1, -1, dtype=torch.uint8, device=bits.device)
-    return (bits.unsqueeze(1) >> shifts).bitwise_and_(1).view(-1)[:length].bool()
 
 
 def compact_linear(

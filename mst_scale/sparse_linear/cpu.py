@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import functools
 import logging
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -20,7 +21,7 @@ from mst_scale.sparse_linear import derivatives, head
 from mst_scale.sparse_linear.kernel import DTYPES, CompiledProducts, why_not_compiled
 from mst_scale.sparse_linear.mkl import MKLProducts
 
-Products = CompiledProducts | MKLProducts
+Products = derivatives.ByValues
 log = logging.getLogger("mst_scale")
 
 
@@ -53,28 +54,30 @@ def build_products(active: Tensor, across: bool = False) -> Products:
     return MKLProducts(active, across) if why_not_compiled() else CompiledProducts(active, across)
 
 
-class MKLIndex:
+class _Index:
+    """Computes with a dense weight by the products of one kernel."""
+
+    kernel: ClassVar[Any]
+
+    def __init__(self, active: Tensor):
+        """Build the index of a mask."""
+        self.products = self.kernel(active)
+
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None, dense_gradient: bool) -> Tensor:
+        """See `definition.Index`."""
+        return derivatives.linear(x, weight, bias, self.products, dense_gradient)
+
+
+class MKLIndex(_Index):
     """Computes with a dense weight by MKL."""
 
-    def __init__(self, active: Tensor):
-        """Build the index of a mask."""
-        self.products = MKLProducts(active)
-
-    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None, dense_gradient: bool) -> Tensor:
-        """See `definition.Index`."""
-        return derivatives.linear(x, weight, bias, self.products, dense_gradient)
+    kernel = MKLProducts
 
 
-class CompiledIndex:
+class CompiledIndex(_Index):
     """Computes with a dense weight by the compiled kernel."""
 
-    def __init__(self, active: Tensor):
-        """Build the index of a mask."""
-        self.products = CompiledProducts(active)
-
-    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None, dense_gradient: bool) -> Tensor:
-        """See `definition.Index`."""
-        return derivatives.linear(x, weight, bias, self.products, dense_gradient)
+    kernel = CompiledProducts
 
     def cross_entropy(self, x: Tensor, weight: Tensor, targets: Tensor, count: Tensor | None = None) -> Tensor:
         """Return the mean of -log softmax(x Wᵀ)[target] without keeping the logits; see `head.cross_entropy`."""

@@ -18,6 +18,8 @@ import torch
 from torch import Tensor
 
 from mst_scale.sparse_linear.definition import wide
+from mst_scale.sparse_linear.kernel import CompiledProducts
+from mst_scale.sparse_linear.mkl import MKLProducts
 from mst_scale.transforms import check_first_derivative, leave_graph
 
 Sink = Callable[[Tensor], None]  # of a dense gradient
@@ -83,34 +85,7 @@ class WeightGradient(torch.autograd.Function):
         return InputGradient.apply(dy, s, ctx.products), Product.apply(x, s, ctx.products), None
 
 
-class ByValues(Products, Protocol):
-    """The products of single weights: s holds the active weights, in float32 (float64 for float64)."""
-
-    across: bool
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        """(outputs, inputs)."""
-
-    @property
-    def stored(self) -> tuple[int, int]:
-        """The shape in which the matrix is flattened."""
-
-    @property
-    def where(self) -> Tensor:
-        """The position of each entry of s in the flattened matrix."""
-
-    def gather(self, weight: Tensor) -> Tensor:
-        """Return s, taken from a dense matrix."""
-
-    def scatter(self, gradient: Tensor, dtype: torch.dtype, scale: float = 1.0) -> Tensor:
-        """Return the dense matrix with `scale` times these entries, and zeros."""
-
-    def forward(self, x: Tensor, s: Tensor, bias: Tensor | None = None) -> Tensor:
-        """Return x Sᵀ + b in the dtype of x."""
-
-    def backward(self, x: Tensor, dy: Tensor, s: Tensor, dx: bool, ds: bool) -> tuple[Tensor | None, Tensor | None]:
-        """Return the gradients asked for: dx in the dtype of x, ds in that of s."""
+ByValues = CompiledProducts | MKLProducts  # the products of single weights; s holds the active weights
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None, products: ByValues, dense_gradient: bool) -> Tensor:
@@ -150,6 +125,17 @@ class _Gather(torch.autograd.Function):
         return ctx.products.scatter(grads[0], ctx.dtype), None
 
 
+def _gradients(  # noqa: PLR0917
+    products: ByValues, x: Tensor, dy: Tensor, s: Tensor, dx: bool, ds: bool
+) -> tuple[Tensor | None, Tensor | None]:
+    """Return dx in the dtype of x and ds in that of s, as far as asked for; differentiable under create_graph=True."""
+    if not torch.is_grad_enabled():
+        return products.backward(x, dy.contiguous(), s, dx, ds)
+    wide_x, wide_dy = x.to(s.dtype), dy.to(s.dtype)
+    found = InputGradient.apply(wide_dy, s, products).to(x.dtype) if dx else None
+    return found, WeightGradient.apply(wide_x, wide_dy, products) if ds else None
+
+
 class Linear(torch.autograd.Function):
     """x (W ⊙ M)ᵀ + b and its first derivatives, computed directly.
 
@@ -174,16 +160,14 @@ class Linear(torch.autograd.Function):
         wants_x, wants_weight, wants_bias = ctx.needs_input_grad[:3]
         dx = dw = dbias = None
         if dy is not None:
-            sampled = wants_weight and not ctx.dense_gradient
             if torch.is_grad_enabled() and ctx.dense_gradient:
                 dx = dy @ weight if wants_x else None  # masked weights are zero
-            elif torch.is_grad_enabled():
-                wide_x, wide_dy = x.to(s.dtype), dy.to(s.dtype)
-                dx = InputGradient.apply(wide_dy, s, products).to(x.dtype) if wants_x else None
-                dw = spread(WeightGradient.apply(wide_x, wide_dy, products), products).to(x.dtype) if sampled else None
             else:
-                dx, gradient = products.backward(x, dy.contiguous(), s, wants_x, sampled)
-                dw = None if gradient is None else products.scatter(gradient, x.dtype)
+                dx, gradient = _gradients(products, x, dy, s, wants_x, wants_weight and not ctx.dense_gradient)
+                if gradient is not None and torch.is_grad_enabled():
+                    dw = spread(gradient, products).to(x.dtype)
+                elif gradient is not None:
+                    dw = products.scatter(gradient, x.dtype)
             if wants_weight and ctx.dense_gradient:
                 dw = dy.T @ x
             dbias = dy.sum(0) if wants_bias else None
@@ -211,13 +195,7 @@ class ValuesLinear(torch.autograd.Function):
             check_first_derivative("growth by gradients in compact layers", "set mst.compute.compact to off")
         wants_x, wants_values, wants_bias = ctx.needs_input_grad[:3]
         s, dbias = values.to(wide(values.dtype)), dy.sum(0) if wants_bias else None
-        sampled = wants_values and ctx.sink is None
-        if torch.is_grad_enabled():
-            wide_x, wide_dy = x.to(s.dtype), dy.to(s.dtype)
-            dx = InputGradient.apply(wide_dy, s, products).to(x.dtype) if wants_x else None
-            ds = WeightGradient.apply(wide_x, wide_dy, products) if sampled else None
-        else:
-            dx, ds = products.backward(x, dy.contiguous(), s, wants_x, sampled)
+        dx, ds = _gradients(products, x, dy, s, wants_x, wants_values and ctx.sink is None)
         dvalues = None if ds is None else ds.to(values.dtype)
         if wants_values and ctx.sink is not None:
             gradient = x.T @ dy if products.across else dy.T @ x

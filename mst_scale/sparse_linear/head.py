@@ -38,12 +38,8 @@ def cross_entropy(
         UserError: if targets do not fit, or for a second derivative.
     """
     leave_graph("the loss of a sparse head", derivatives.TO_DENSE)
-    return _outside_graphs(x, values, targets, (products, torch.is_grad_enabled(), count))
-
-
-@torch._disable_dynamo  # torch.compile would try to trace the kernel, and warn about it
-def _outside_graphs(*arguments: Any) -> Tensor:
-    loss: Tensor = _CrossEntropy.apply(*arguments)
+    how = products, torch.is_grad_enabled(), count
+    loss: Tensor = derivatives.outside_graphs(_CrossEntropy, x, values, targets, how)
     return loss
 
 

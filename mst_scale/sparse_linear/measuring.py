@@ -22,7 +22,6 @@ import torch.nn.functional as F
 
 from mst_scale.errors import UserError
 from mst_scale.sparse_linear import crossovers
-from mst_scale.sparse_linear.compact import CompactIndex, compact_linear
 from mst_scale.sparse_linear.cpu import CompiledIndex, MKLIndex
 
 VARIABLE = "MST_SCALE_MEASURE"
@@ -69,12 +68,6 @@ class Layer:
         """Return a run of a kernel at a sparsity."""
         index = kind(self.active(sparsity))
         return self.both_ways(lambda x, weight: index.linear(x, weight, None, False))
-
-    def compact(self, sparsity: float, backend: str = "cpu") -> Run:
-        """Return a run of a layer of which only the active weights exist."""
-        index = CompactIndex.from_mask(self.active(sparsity), self.weight.shape, backend=backend)
-        values = self._drawn(index.count).requires_grad_()
-        return lambda: torch.autograd.grad(compact_linear(self.x, values, index), (self.x, values), self.dy)
 
     def topology_step(self, sparsity: float, kind: Any = CompiledIndex) -> Run:
         """Return a run of a kernel with a new index and the dense gradient of the weight."""

@@ -30,10 +30,10 @@ from mst_scale.methods.baselines.n_of_m import kept_both_ways, kept_of, soft_thr
 from mst_scale.methods.baselines.top_kast import largest
 from mst_scale.models.cross_entropy import cross_entropy
 from mst_scale.sparse_linear import Product, SparseLayers, cpu, semi_structured
-from mst_scale.sparse_linear.compact import CompactIndex, compact_cross_entropy, compact_linear
+from mst_scale.sparse_linear.compact import compact_cross_entropy, compact_linear
 from mst_scale.sparse_linear.narrow import NarrowIndex
 from mst_scale.tensor_parallel import copied, summed
-from mst_scale.zero_shards import CompactIndex as StoredIndex
+from mst_scale.zero_shards import CompactIndex
 from tests.support.triton_interpreter import interpret
 
 ROOT = Path(mst_scale.__file__).parent
@@ -102,7 +102,15 @@ def with_extra_gradients(w: Tensor) -> Tensor:
 
 
 HEAD = sparse(cpu.CompiledIndex(ACTIVE))
-COMPACT_HEAD = CompactIndex.from_mask(ACTIVE, ACTIVE.shape, backend="cpu")
+
+
+def compact_index(backend: str = "dense") -> CompactIndex:
+    index = CompactIndex("layer", tuple(ACTIVE.shape), ACTIVE.flatten().nonzero().flatten())
+    index.backend = backend
+    return index
+
+
+COMPACT_HEAD = compact_index("cpu")
 
 
 def head(x: Tensor, w: Tensor) -> Tensor:
@@ -112,13 +120,12 @@ def head(x: Tensor, w: Tensor) -> Tensor:
 
 
 def compact(backend: str) -> Layer:
-    index = CompactIndex.from_mask(ACTIVE, ACTIVE.shape, backend=backend)
+    index = compact_index(backend)
     return lambda x, w: compact_linear(x, w[ACTIVE], index)
 
 
 def embedded(x: Tensor, w: Tensor) -> Tensor:
-    index = StoredIndex("layer", tuple(w.shape), ACTIVE.flatten().nonzero().flatten())
-    return x * compact_embedding(TOKENS, w[ACTIVE], index, None, False)
+    return x * compact_embedding(TOKENS, w[ACTIVE], compact_index(), None, False)
 
 
 def compact_head(x: Tensor, w: Tensor) -> Tensor:

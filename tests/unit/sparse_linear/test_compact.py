@@ -5,13 +5,19 @@ import torch
 import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from mst_scale import zero_shards
 from mst_scale.errors import UserError
-from mst_scale.mixed_growing import packed_bits
 from mst_scale.models.cross_entropy import cross_entropy
 from mst_scale.sparse_linear import cpu
-from mst_scale.sparse_linear.compact import CompactIndex, compact_cross_entropy, compact_linear, products_of
+from mst_scale.sparse_linear.compact import compact_cross_entropy, compact_linear, products_of
+from mst_scale.zero_shards import CompactIndex
 from tests.unit.sparse_linear.test_backends import SHAPES, assert_close, case
+
+
+def index_of(mask, across=False, backend="dense"):
+    """The index of a mask, as the engine builds it."""
+    index = CompactIndex("layer", tuple(mask.shape), mask.reshape(-1).nonzero().view(-1))
+    index.across, index.backend = across, backend
+    return index
 
 
 def gradients(linear, x, parameter, bias, dy):
@@ -26,7 +32,7 @@ def compact_and_dense(shape, dtype, *, bias=True, across=False, backend="dense")
     active, x, weight, b, dy = case(*shape, 0.8, dtype)
     weight[~active] = 0
     stored = active.T if across else active
-    index = CompactIndex.from_mask(stored, stored.shape, across=across, backend=backend)
+    index = index_of(stored, across=across, backend=backend)
     values = (weight.T if across else weight)[stored]
     found = gradients(lambda x, v, b: compact_linear(x, v, index, b), x, values, b if bias else None, dy)
     dense = gradients(F.linear, x, weight, b if bias else None, dy)
@@ -81,8 +87,9 @@ class Largest(TorchDispatchMode):
 def test_no_dense_matrix_exists(dtype):
     """Neither of the weight nor of its gradient: with 8 tokens, the values are the largest tensor."""
     active, x, weight, bias, dy = case(256, 384, 8, 0.8, dtype)
-    index = CompactIndex.from_mask(active, active.shape, backend="cpu")
+    index = index_of(active, backend="cpu")
     leaves = [t.clone().requires_grad_() for t in (x, weight[active], bias)]
+    assert index.products is not None  # built before
     with Largest() as largest:
         torch.autograd.grad(compact_linear(leaves[0], leaves[1], index, leaves[2]), leaves, dy)
     assert largest.numel == index.count
@@ -93,7 +100,7 @@ def test_products_of_positions(across):
     active, x, weight, _, _ = case(40, 30, 16, 0.8)
     stored = active.T.contiguous() if across else active
     products = products_of(stored.view(-1).nonzero().view(-1), stored.shape, across)
-    index = CompactIndex.from_mask(stored, stored.shape, across=across, backend="cpu")
+    index = index_of(stored, across=across, backend="cpu")
     values = (weight.T if across else weight)[stored]
     assert torch.equal(products.forward(x, values), compact_linear(x, values, index))
 
@@ -114,7 +121,7 @@ def test_the_loss_of_a_head(across, dtype, columns):
     active, x, weight, _, _ = case(130, columns, 70, 0.8, dtype)
     weight, targets = weight / 3, torch.randint(130, (70,), generator=torch.Generator().manual_seed(1))
     stored, kept = (active.T, weight.T[active.T]) if across else (active, weight[active])
-    index = CompactIndex.from_mask(stored, stored.shape, across=across, backend="cpu")
+    index = index_of(stored, across=across, backend="cpu")
     leaves = [t.clone().requires_grad_() for t in (x, kept)]
     loss = compact_cross_entropy(*leaves, targets, index)
     found = [loss.detach(), *torch.autograd.grad(2 * loss, leaves)]
@@ -124,29 +131,21 @@ def test_the_loss_of_a_head(across, dtype, columns):
     exact[2] = (exact[2].T if across else exact[2])[stored]
     for ours, truth in zip(found, exact, strict=True):
         assert (ours.double() - truth).abs().max() <= (1e-5 if dtype == torch.float32 else 2**-7) * truth.abs().max()
-    assert compact_cross_entropy(x, kept, targets, CompactIndex(stored, across=across)) is None
+    assert compact_cross_entropy(x, kept, targets, index_of(stored, across)) is None
 
 
-@pytest.mark.parametrize("form", ["bool", "flat", "bits"])
 @pytest.mark.parametrize("backend", ["dense", "cpu"])
-def test_forms_of_a_mask(form, backend):
+def test_values_are_expanded_and_collected(backend):
     active = case(30, 21, 4, 0.7)[0]
-    mask = {"bool": active, "flat": active.view(-1), "bits": packed_bits.pack(active.view(-1))}[form]
-    index = CompactIndex.from_mask(mask, active.shape, backend=backend)
-    assert (index.rows, index.columns, index.shape, index.count) == (30, 21, (30, 21), int(active.sum()))
+    index = index_of(active, backend=backend)
+    assert (index.shape, index.count) == ((30, 21), int(active.sum()))
     values = torch.randn(index.count)
     expanded = torch.zeros(30, 21).masked_scatter(active, values)
     assert torch.equal(index.expand(values), expanded) and torch.equal(index.collect(expanded), values)
 
 
-def test_a_mask_that_does_not_fit():
-    for mask in (torch.ones(5, 4, dtype=torch.bool), torch.ones(20), torch.zeros(4, dtype=torch.uint8)):
-        with pytest.raises(UserError):
-            CompactIndex.from_mask(mask, (4, 4))
-
-
 def test_tensors_that_do_not_fit_the_index():
-    index = CompactIndex.from_mask(torch.eye(4, 5, dtype=torch.bool), (4, 5))
+    index = index_of(torch.eye(4, 5, dtype=torch.bool))
     x, values, bias = torch.ones(2, 5), torch.ones(4), torch.ones(4)
     compact_linear(x, values, index, bias)
     for tensors in ((x[:, :4], values, bias), (x, values[:3], bias), (x, values.double(), bias), (x, values, bias[:2])):
@@ -159,7 +158,7 @@ def test_tensors_that_do_not_fit_the_index():
 def test_second_derivatives(backend, across):
     active, x, weight, bias, _ = case(7, 5, 6, 0.5, torch.float64)
     stored = active.T if across else active
-    index = CompactIndex.from_mask(stored, stored.shape, across=across, backend=backend)
+    index = index_of(stored, across=across, backend=backend)
     leaves = [t.requires_grad_() for t in (x, (weight.T if across else weight)[stored], bias)]
     assert torch.autograd.gradcheck(lambda x, v, b: compact_linear(x, v, index, b), leaves)
     assert torch.autograd.gradgradcheck(lambda x, v, b: compact_linear(x, v, index, b), leaves)
@@ -169,7 +168,7 @@ def test_second_derivatives(backend, across):
 def test_the_dense_gradient_is_shown_and_the_values_get_theirs_from_it(backend):
     active, x, weight, bias, dy = case(40, 30, 16, 0.8)
     weight[~active] = 0
-    index = CompactIndex.from_mask(active, active.shape, backend=backend)
+    index = index_of(active, backend=backend)
     shown = []
 
     def linear(x, values, bias):
@@ -184,7 +183,7 @@ def test_the_dense_gradient_is_shown_and_the_values_get_theirs_from_it(backend):
 def test_autocast_and_compile(backend):
     active, x, weight, bias, _ = case(40, 30, 16, 0.8)
     weight[~active] = 0
-    index = CompactIndex.from_mask(active, active.shape, backend=backend)
+    index = index_of(active, backend=backend)
     values = weight[active].requires_grad_()
     with torch.autocast("cpu", torch.bfloat16):
         y = compact_linear(x, values, index, bias)
@@ -202,7 +201,7 @@ def test_torch_compile_traces_a_layer_and_keeps_no_matrix(across, biased):
     active, x, weight, bias, dy = case(40, 30, 16, 0.8)
     weight[~active] = 0
     stored, bias = active.T if across else active, bias if biased else None
-    index = CompactIndex.from_mask(stored, stored.shape, across=across)
+    index = index_of(stored, across=across)
     kept = []
 
     def layer(x, v, b):
@@ -219,7 +218,7 @@ def test_torch_compile_traces_a_layer_and_keeps_no_matrix(across, biased):
 
 def test_growth_by_gradient_breaks_the_graph_of_torch_compile():
     active, x, weight, bias, _ = case(40, 30, 16, 0.8)
-    index, shown = CompactIndex.from_mask(active, active.shape), []
+    index, shown = index_of(active), []
 
     def layer(x, v, b):
         return compact_linear(x, v, index, b, dense_gradient=shown.append)
@@ -232,14 +231,12 @@ def test_growth_by_gradient_breaks_the_graph_of_torch_compile():
 
 
 def test_torch_func_is_rejected():
-    index = CompactIndex.from_mask(torch.eye(4, dtype=torch.bool), (4, 4))
+    index = index_of(torch.eye(4, dtype=torch.bool))
     with pytest.raises(UserError):
         torch.func.grad(lambda v: compact_linear(torch.ones(2, 4), v, index).sum())(torch.ones(4))
 
 
 def test_torch_func_is_rejected_before_the_products_of_a_head_are_built():
-    index = zero_shards.CompactIndex("head", (4, 4), torch.tensor([0, 5, 10, 15]))
-    index.backend = "cpu"
-    targets = torch.zeros(2, dtype=torch.int64)
+    index, targets = index_of(torch.eye(4, dtype=torch.bool), backend="cpu"), torch.zeros(2, dtype=torch.int64)
     with pytest.raises(UserError):
         torch.func.grad(lambda v: compact_cross_entropy(torch.ones(2, 4), v, targets, index))(torch.ones(4))
