@@ -39,17 +39,18 @@ __all__ = [
     "strides_per_phase",
 ]
 
-_LAYERS = {
+_ON_DEMAND = {
     "SelfAttention": "module",
-    "set_pattern": "module",
     "SequenceShard": "sequence_shards",
+    "attach": "hugging_face",
+    "attention": "dispatch",
     "sequence_parallel": "sequence_shards",
+    "set_pattern": "module",
 }
-_KERNELS = {"attach": "hugging_face", "attention": "dispatch", **_LAYERS}
 
 
 def __getattr__(name: str) -> Any:
-    # imported on demand: code that only counts the pairs of patterns does not need torch
-    if name in _KERNELS:
-        return getattr(importlib.import_module(f"{__name__}.{_KERNELS[name]}"), name)
+    # code that only counts the pairs of patterns does not need torch
+    if name in _ON_DEMAND:
+        return getattr(importlib.import_module(f"{__name__}.{_ON_DEMAND[name]}"), name)
     return _deprecated.renamed(__name__, name)
