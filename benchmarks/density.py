@@ -36,7 +36,6 @@ import torch
 
 from mst_scale.comm.parser import Parser, at_least
 from mst_scale.errors import UserError
-from mst_scale.heap import give_back
 
 from . import memory
 from .machine import machine
@@ -87,21 +86,17 @@ def measure(stage: int, options: argparse.Namespace) -> dict[str, Row]:
     tokens = torch.randint(shape.vocab_size, (1, options.tokens), generator=generator)
     engines: dict[str, Any] = {}
     found: dict[str, Row] = {}
-    for side in SIDES:
-        give_back()
-        before = memory.held("cpu")
+
+    def build(side: str) -> Any:
         torch.manual_seed(0)
-        model = GPT(shape)
-        engines[side] = mst_scale.initialize(model=model, config=config(side, stage, options))[0]
-        del model
-        _step(engines[side], tokens)
-        give_back()
-        after = memory.held("cpu")
-        found[side] = {
-            "states": _state_bytes(engines[side]),
-            "held": None if before is None or after is None else after - before,
-            "step_ms": [], "optimizer_ms": [], "wire": [],
-        }  # fmt: skip
+        engine = mst_scale.initialize(model=GPT(shape), config=config(side, stage, options))[0]
+        _step(engine, tokens)
+        return engine
+
+    for side in SIDES:
+        engines[side], held = memory.held_by(partial(build, side), "cpu")
+        states = memory.state_bytes(engines[side])
+        found[side] = {"states": states, "held": held, "step_ms": [], "optimizer_ms": [], "wire": []}
     for _ in range(options.steps):
         for side, engine in engines.items():
             torch.distributed.barrier()
@@ -130,16 +125,6 @@ def _optimizer_ms(engine: Any, tokens: torch.Tensor) -> float:
     with watch.running(), watch.span("optimizer"):
         engine.step()
     return watch.parts["optimizer"]
-
-
-def _state_bytes(engine: Any) -> int:
-    """Return the bytes of the optimizer's states and of the weights that it updates."""
-    from mst_scale.zero_shards import base_optimizer
-
-    optimizer = base_optimizer(engine)
-    tensors = [p for group in optimizer.param_groups for p in group["params"]]
-    tensors += [t for state in optimizer.state.values() for t in state.values() if torch.is_tensor(t)]
-    return sum(t.numel() * t.element_size() for t in tensors)
 
 
 def _interface_bytes() -> int:

@@ -8,15 +8,38 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any, TypeVar
 
 import torch
 
 from mst_scale.heap import give_back
 
+T = TypeVar("T")
+
 
 def held(device: str) -> int | None:
     """Return how many bytes this process holds; None if that is unknown."""
     return torch.cuda.memory_allocated() if device == "cuda" else _resident("VmRSS")
+
+
+def held_by(build: Callable[[], T], device: str) -> tuple[T, int | None]:
+    """Return what `build` returns, and how many bytes this process holds more than before; None if that is unknown."""
+    give_back()
+    before = held(device)
+    found = build()
+    give_back()
+    after = held(device)
+    return found, None if before is None or after is None else after - before
+
+
+def state_bytes(engine: Any) -> int:
+    """Return the bytes of an engine's optimizer states, and of the weights that the optimizer updates."""
+    from mst_scale.zero_shards import base_optimizer
+
+    optimizer = base_optimizer(engine)
+    tensors = [p for group in optimizer.param_groups for p in group["params"]]
+    tensors += [t for state in optimizer.state.values() for t in state.values() if torch.is_tensor(t)]
+    return sum(t.numel() * t.element_size() for t in tensors)
 
 
 def peak_of(run: Callable[[], object], device: str) -> int | None:

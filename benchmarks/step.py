@@ -35,12 +35,11 @@ from mst_scale.comm.parser import Parser
 from mst_scale.errors import UserError
 
 from . import step_cuda
-from .fitting import capacity_here
 from .local_ranks import run_on
 from .page import aside, command_line, parse
 from .step_phases import Bench
 from .step_report import markdown, table
-from .step_sides import Pair
+from .step_sides import Pair, capacity_here
 
 
 def here(options: argparse.Namespace) -> dict[str, Any]:

@@ -269,9 +269,9 @@ def profile(stepper: Stepper) -> list[list[Any]]:
     return [*rows[:LISTED], ["all others", round(rest, 3), sum(row[2] for row in rows[LISTED:])]]
 
 
-def dense_stepper(shape: Shape, micro_batches: int, tiny: bool = False) -> Stepper:
-    """The baseline, after the steps that compile and tune it."""
-    stepper = Stepper(experiment_of(shape, {}, micro_batches, tiny), cudnn=not tiny)
+def ready_stepper(shape: Shape, ours: dict[str, Any], micro_batches: int, tiny: bool = False) -> Stepper:
+    """One side, after the steps that compile and tune it; the baseline if `ours` is empty."""
+    stepper = Stepper(experiment_of(shape, ours, micro_batches, tiny), cudnn=not tiny)
     if not tiny:
         stepper.compile()
     stepper.steps(2)
@@ -286,7 +286,7 @@ def run(shapes: Sequence[str], variants: Sequence[str], micro_batches: int, roun
             rows += [{**described(shape, variant), **unmeasured(BASELINE)} for variant in variants]
             continue
         with aside():
-            dense = dense_stepper(shape, micro_batches)
+            dense = ready_stepper(shape, {}, micro_batches)
             for variant in variants:
                 for compiled in (False, True):
                     try:

@@ -12,10 +12,13 @@ from typing import Any
 
 import torch
 
-from mst_scale.heap import give_back
+from mst_scale.config import Experiment
+from mst_scale.errors import UserError
+from mst_scale.plan.memory import CONTEXT, FRAGMENTS, Memory
+from mst_scale.plan.memory import memory as modelled_memory
+from mst_scale.plan.setting import setting_of
 
 from . import memory
-from .fitting import capacity_here, layers_that_fit
 
 MONITORS = ("tensorboard", "csv_monitor", "wandb", "comet", "comms_logger", "scheduler")
 
@@ -85,18 +88,18 @@ class Pair:
         from mst_scale import zero_shards
         from mst_scale.models import build
 
-        give_back()
-        before = memory.held(self.memory)
-        torch.manual_seed(0)
-        with zero_shards.partitioned_construction(experiment.deepspeed):
-            model = build(experiment.model)
-        engine = mst_scale.initialize(model=model, config=experiment)[0]
-        tokens, targets = self._random_tokens()
-        side = Side(engine, (tokens.to(engine.device), targets.to(engine.device)))
-        side.step()  # states exist from here on
-        give_back()
-        now = memory.held(self.memory)
-        side.held = None if now is None or before is None else now - before
+        def first_step() -> Side:
+            torch.manual_seed(0)
+            with zero_shards.partitioned_construction(experiment.deepspeed):
+                model = build(experiment.model)
+            engine = mst_scale.initialize(model=model, config=experiment)[0]
+            tokens, targets = self._random_tokens()
+            side = Side(engine, (tokens.to(engine.device), targets.to(engine.device)))
+            side.step()  # states exist from here on
+            return side
+
+        side, held = memory.held_by(first_step, self.memory)
+        side.held = held
         return side
 
     def _random_tokens(self) -> tuple[torch.Tensor, torch.Tensor]:
@@ -126,3 +129,29 @@ class Pair:
         """The next step of MST is an ordinary one of this phase, however many are taken."""
         self.mst.engine.global_steps = step
         self.mst.engine.mst.state.settled = step
+
+
+# --- how many layers fit on one GPU, while one side steps and the other keeps its weights, states and gradients ---
+
+
+def layers_that_fit(ours: Experiment, baseline: Experiment, ranks: int, capacity: float) -> int:
+    """At most as many as the config has; a ValueError where not even one fits."""
+    for layers in range(ours.model.n_layer, 0, -1):
+        sides = [_held(experiment, layers, ranks) for experiment in (ours, baseline)]
+        peak = max(a.peak + b.held + b.gradients for a, b in (sides, sides[::-1]))
+        if peak * (1 + FRAGMENTS) + CONTEXT <= capacity:
+            return layers
+    raise UserError(f"--layers fit: not one layer fits in {capacity / 1e9:.0f} GB: take a smaller --micro-batch-size")
+
+
+def _held(experiment: Experiment, layers: int, ranks: int) -> Memory:
+    shorter = replace(experiment, model=replace(experiment.model, n_layer=layers))
+    return modelled_memory(shorter, setting_of(shorter, ranks))
+
+
+def capacity_here() -> float:
+    """Bytes of the GPU; a ValueError without one."""
+    if not torch.cuda.is_available():
+        raise UserError("--layers fit needs a CUDA device, whose memory they are to fit into: give a number")
+    properties: Any = torch.cuda.get_device_properties(0)
+    return float(properties.total_memory)

@@ -59,7 +59,7 @@ def for_seconds(
     return times
 
 
-def in_rounds(runs: Sequence[Run], rounds: int, clock: Callable[[Run], float] = seconds_of) -> list[list[float]]:
+def in_rounds(runs: Sequence[Run], rounds: int, clock: Callable[[Any], float] = seconds_of) -> list[list[float]]:
     """What the clock says of every run, in turns, after one round to warm up."""
     times: list[list[float]] = [[] for _ in runs]
     for turn in range(rounds + 1):

@@ -30,6 +30,6 @@ PARTS = {
         Part("linear", "layers", "how fast are block linear layers?", 1.2, 45, 0.5, f"{__name__}.speed"),
         Part("attention", "layers", "how fast is sparse attention?", 1, 45, 0.5, f"{__name__}.speed"),
         Part("optimizer", "layers", "how fast is Adam on active weights alone?", 0.5, 30, 0.5, f"{__name__}.speed"),
-        Part("memory", "layers", "does it take what the plan says?", 1, 30, 1.0, f"{__name__}.fit"),
+        Part("memory", "layers", "does it take what the plan says?", 1, 30, 1.0, f"{__name__}.speed"),
     )
 }

@@ -298,8 +298,6 @@ def density(where: Where) -> Iterator[Case]:
 
 
 def _density(where: Where, parameters: str, micro_batches: int) -> Row:
-    from mst_scale.zero_shards import base_optimizer
-
     from .. import memory, step_cuda
 
     torch._dynamo.reset()  # torch limits how often it compiles a function
@@ -308,36 +306,20 @@ def _density(where: Where, parameters: str, micro_batches: int) -> Row:
     row: dict[str, Row] = {}
     with aside():
         for side in SIDES:
-            memory.give_back()
-            before = memory.held(where.device)
-            stepper = step_cuda.Stepper(
-                step_cuda.experiment_of(shape, step_cuda.constant(side), micro_batches, where.tiny), not where.tiny
+            build = functools.partial(
+                step_cuda.ready_stepper, shape, step_cuda.constant(side), micro_batches, where.tiny
             )
-            if not where.tiny:
-                stepper.compile()
-            stepper.steps(2)
-            memory.give_back()
-            after, steppers[side] = memory.held(where.device), stepper
-            base = base_optimizer(stepper.engine)
-            tensors = [p for group in base.param_groups for p in group["params"]]
-            tensors += [t for state in base.state.values() for t in state.values() if torch.is_tensor(t)]
-            row[side] = {
-                "state_bytes": sum(t.numel() * t.element_size() for t in tensors),
-                "held_bytes": None if before is None or after is None else after - before,
-            }
+            steppers[side], held = memory.held_by(build, where.device)
+            row[side] = {"state_bytes": memory.state_bytes(steppers[side].engine), "held_bytes": held}
         device, first = steppers["dense"].engine.device, steppers["dense"]
         model = f"{first.layers} layers, {micro_batches} × {first.micro * first.context:,} tokens per step"
         rounds, count = (2, 1) if where.tiny else (ROUNDS, 1 if micro_batches > 1 else STEPS_OF_ROUND)
         runs = [functools.partial(steppers[side].steps, count) for side in SIDES]
         whole = in_rounds(runs, rounds, lambda run: 1e3 * seconds_of(run, device) / count)
-        updates: dict[str, list[float]] = {side: [] for side in SIDES}
-        for turn in range(min(rounds, 4) + 1):
-            for side in SIDES:
-                ms = step_cuda.update_ms(steppers[side])
-                if turn:
-                    updates[side].append(ms)
-        for side, times in zip(SIDES, whole, strict=True):
-            row[side] |= {"step_ms": step_cuda.spread(times), "update_ms": step_cuda.spread(updates[side])}
+        each = [functools.partial(step_cuda.update_ms, steppers[side]) for side in SIDES]
+        updates = in_rounds(each, min(rounds, 4), lambda update: update())
+        for side, times, of_updates in zip(SIDES, whole, updates, strict=True):
+            row[side] |= {"step_ms": step_cuda.spread(times), "update_ms": step_cuda.spread(of_updates)}
             row[side]["peak_bytes"] = step_cuda.peak_beyond(steppers[side])
             row[side]["kernels"] = step_cuda.profile(steppers[side])
             steppers[side].close()

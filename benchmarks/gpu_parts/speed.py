@@ -1,21 +1,24 @@
-"""Measures speed on a GPU: a whole step, block linear layers, attention, the optimizer."""
+"""Measures speed on a GPU (a whole step, block linear layers, attention, the optimizer), and the memory of runs."""
 
 from __future__ import annotations
 
 import functools
+import os
 import statistics
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 
+from mst_scale import tile_choice
 from mst_scale.hybrid_sparse_attention import Pattern
 
 from .. import attention as attention_bench
 from .. import linear_cuda, step_cuda
+from .. import memory as measured
 from ..page import aside
 from ..timing import in_rounds, seconds_of
-from .part import Case, Row, Where
+from .part import TORCH_ADAM, Case, Row, Where
 
 # --- a whole step ---
 
@@ -60,7 +63,7 @@ class _Dense:
             if self.stepper is not None:
                 self.stepper.close()
             self.stepper = None
-            self.stepper = step_cuda.dense_stepper(step_cuda.SHAPES[parameters], micro_batches, self.tiny)
+            self.stepper = step_cuda.ready_stepper(step_cuda.SHAPES[parameters], {}, micro_batches, self.tiny)
             self.key = key
             self.kernels = step_cuda.profile(self.stepper)
         return self.stepper
@@ -225,3 +228,61 @@ def _optimizer(where: Where, weights: int) -> Row:
     row = {name: round(ms, 4) for name, ms in zip(names, times, strict=True)}
     said = f"dense {times[0]:.3f} ms, masked {times[1]:.3f} ms, active weights alone {times[2]:.3f} ms"
     return {"said": said, "rows": [row]}
+
+
+# --- the memory of real runs, against the prediction of `mst plan` ---
+
+PLAIN = ["data_types={}"]  # accumulation in fp32 does not go with bf16 at stage 1
+TINY = ["model.n_layer=1", "model.n_embd=32", "model.n_head=2", "model.seq_length=32", "model.vocab_size=64"]
+
+
+def memory(where: Where) -> Iterator[Case]:
+    """Every ZeRO stage with its masks, on one rank; then recomputation, which changes what is fullest."""
+    config = "gpt2_small"
+    for stage in (1,) if where.tiny else (2, 1, 3):
+        settings = [f"zero_optimization.stage={stage}", *(PLAIN if stage == 1 else ())]
+        yield Case(f"{config}, ZeRO {stage}", functools.partial(peak, where, config, settings))
+    if where.tiny:
+        return
+    again = ["zero_optimization.stage=1", *PLAIN, "model.activation_checkpointing=true"]
+    yield Case(f"{config}, ZeRO 1, recomputed", functools.partial(peak, where, config, again))
+
+
+def peak(where: Where, config: str, settings: list[str]) -> Row:
+    """The most that two steps hold, one of them a topology step, beyond what the process held before."""
+    from mst_scale.config import load
+    from mst_scale.plan.memory import memory as modelled
+    from mst_scale.plan.setting import setting_of
+
+    os.environ.setdefault(tile_choice.VARIABLE, "0")  # nothing is timed
+    micro = 1 if where.tiny else 8
+    tiny = ["bf16.enabled=false", *TINY] if where.tiny else []
+    batch = [f"train_micro_batch_size_per_gpu={micro}", f"train_batch_size={micro}", "gradient_accumulation_steps=1"]
+    experiment = load(
+        config, [*batch, *settings, *tiny, TORCH_ADAM, "mst.topology.interval=2", "tensorboard.enabled=false"]
+    )
+    expected = modelled(experiment, setting_of(experiment, 1)).peak
+    with aside():
+        found = measured.peak_of(lambda: _two_steps(experiment, micro), where.device)
+    if found is None:
+        return {"said": "this process's memory cannot be read here"}
+    apart = found / expected - 1
+    said = f"{found / 1e9:.2f} GB, the plan says {expected / 1e9:.2f} ({apart:+.0%})"
+    return {"said": said, "bytes": found, "planned": expected}
+
+
+def _two_steps(experiment: Any, micro: int) -> None:
+    import mst_scale
+    from mst_scale import comm, zero_shards
+    from mst_scale.models import build
+
+    comm.init()
+    with zero_shards.partitioned_construction(experiment.deepspeed):
+        model = build(experiment.model)
+    engine: Any = mst_scale.initialize(model=model, config=experiment)[0]
+    for _ in range(2):
+        shape = (micro, experiment.model.seq_length + 1)
+        tokens = torch.randint(experiment.model.vocab_size, shape, device=engine.device)
+        engine.backward(engine(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()))
+        engine.step()
+    engine.destroy()

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from mst_scale.benchmarks.fitting import layers_that_fit
+from mst_scale.benchmarks.step_sides import layers_that_fit
 
 from mst_scale import cli
 from mst_scale.benchmarks import machine, scaling, step, step_cuda, step_report
