@@ -12,7 +12,6 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from matplotlib.figure import Figure
@@ -20,11 +19,10 @@ from matplotlib.lines import Line2D
 from scipy.stats import t
 
 from mst_scale.flops.frontier import Multiplier
-from mst_scale.report.frontier import marker_of
-from mst_scale.report.style import Plot, Theme, legend, ratio_axis
+from mst_scale.report.style import Plot, Theme, legend
 
 from ..page import grid, picture
-from .overview import BEST, FILLED, LEAN, Setting, settings, write_page
+from .overview import BEST, FILLED, LEAN, Setting, logarithmic, looks_of, settings, write_page
 
 SIZE, LENGTH = 1e5, 20.0  # units of parameters, and of tokens per parameter
 COVERAGE = 0.975
@@ -155,11 +153,7 @@ def drawn(found: Sequence[Setting], law: Fit, pool: Pooled) -> Plot:
     def draw(figure: Figure, theme: Theme) -> None:
         axes = figure.subplots()
         axes.axhline(1.0, color=theme.axis, linewidth=1.4)
-        colours = len(theme.series)
-        looks: dict[int, dict[str, Any]] = {
-            size: {"color": theme.series[i % colours], "marker": marker_of(i, colours), "linestyle": "none"}
-            for i, size in enumerate(sizes)
-        }
+        looks = looks_of(sizes, theme)
         for size in sizes:
             lengths = [one.tokens_per_weight for one in shown if one.weights == size]
             if min(lengths) < max(lengths):
@@ -173,13 +167,7 @@ def drawn(found: Sequence[Setting], law: Fit, pool: Pooled) -> Plot:
             axes.plot(
                 [x], [value.value], markersize=6, fillstyle=FILLED[one.recipe], markerfacecoloralt=theme.paper, **look
             )
-        axes.set_xscale("log")
-        axes.set_yscale("log")
-        spent = [one.tokens_per_weight for one in shown]
-        ratio_axis(axes.xaxis, min(spent), max(spent))
-        axes.set_yticks(TICKS, [f"{value:g}" for value in TICKS])
-        axes.set_yticks([], minor=True)
-        axes.set_ylim(0.42, 2.0)
+        logarithmic(axes, [one.tokens_per_weight for one in shown], TICKS, (0.42, 2.0))
         axes.set_xlabel("tokens per parameter")
         axes.set_ylabel("FLOP multiplier, causal, all sizes")
         handles = [Line2D([], [], label=f"{size / 1e6:.2g} M", **look) for size, look in looks.items()]

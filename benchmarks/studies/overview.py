@@ -141,11 +141,7 @@ def drawn(found: Sequence[Setting]) -> Plot:
     sizes = list(dict.fromkeys(one.size for one in found))
 
     def draw(figure: Figure, theme: Theme) -> None:
-        colours = len(theme.series)
-        looks: dict[str, dict[str, Any]] = {
-            size: {"color": theme.series[i % colours], "marker": marker_of(i, colours), "linestyle": "none"}
-            for i, size in enumerate(sizes)
-        }
+        looks = looks_of(sizes, theme)
         panels = figure.subplots(1, len(AGAINST), sharey=True)
         for axes, baselines in zip(panels, AGAINST, strict=True):
             _panel(axes, found, baselines, looks, theme)
@@ -160,6 +156,25 @@ def drawn(found: Sequence[Setting]) -> Plot:
         "Half-filled: `mst-lean`, whose weights are also sparse from the first step."
     )
     return Plot("overview", caption, draw, 3.9)
+
+
+def looks_of(sizes: Sequence[Any], theme: Theme) -> dict[Any, dict[str, Any]]:
+    """Return the color and the marker of each model size."""
+    colours = len(theme.series)
+    return {
+        size: {"color": theme.series[i % colours], "marker": marker_of(i, colours), "linestyle": "none"}
+        for i, size in enumerate(sizes)
+    }
+
+
+def logarithmic(axes: Axes, over: Sequence[float], ticks: Sequence[float], limits: tuple[float, float]) -> None:
+    """Make both axes logarithmic, for values at `over` and multipliers with these ticks within the limits."""
+    axes.set_xscale("log")
+    axes.set_yscale("log")
+    ratio_axis(axes.xaxis, min(over), max(over))
+    axes.set_yticks(ticks, [f"{value:g}" for value in ticks])
+    axes.set_yticks([], minor=True)
+    axes.set_ylim(*limits)
 
 
 def _panel(
@@ -178,14 +193,8 @@ def _panel(
             f"{one.tokens_per_weight:.0f}{BOUNDS[read.bound]}", (x, read.value), (5, 3),
             textcoords="offset points", fontsize=7, color=theme.axis,
         )  # fmt: skip
-    axes.set_xscale("log")
-    axes.set_yscale("log")
     axes.margins(x=0.08)
-    spent = [one.flops / 1e12 for one in found]
-    ratio_axis(axes.xaxis, min(spent), max(spent))
-    axes.set_yticks(TICKS, [f"{value:g}" for value in TICKS])
-    axes.set_yticks([], minor=True)
-    axes.set_ylim(0.6, 3.5)
+    logarithmic(axes, [one.flops / 1e12 for one in found], TICKS, (0.6, 3.5))
     axes.set_xlabel("training FLOPs (TFLOP)")
     axes.set_title(f"Against {'the same model' if AGAINST[baselines] else 'all sizes'}")
 
