@@ -15,10 +15,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from mst_scale.checkpoint_folders import SOURCE, has_copy, identity_of
 from mst_scale.checkpoints import mask_files, model_config, store
 from mst_scale.checkpoints.store import PARTIAL, UNIVERSAL
 from mst_scale.comm import Damaged
-from mst_scale.copies import SOURCE, has_copy, identity_of
 from mst_scale.errors import UserError
 from mst_scale.zero_shards import compact_files, universal
 

@@ -19,9 +19,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from mst_scale.checkpoint_folders import tag_in
 from mst_scale.comm import Damaged, FailedElsewhere, ParallelDims, Ranks, logger
 from mst_scale.errors import UserError
-from mst_scale.latest import tag_in
 
 if TYPE_CHECKING:
     from mst_scale.snapshot import Snapshot  # imports torch

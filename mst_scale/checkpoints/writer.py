@@ -30,11 +30,11 @@ from pathlib import Path
 from typing import Any
 
 from mst_scale import snapshot
+from mst_scale.checkpoint_folders import remove_outdated
 from mst_scale.checkpoints import store
 from mst_scale.checkpoints.memory_writer import MemoryJob, MemoryWriter
 from mst_scale.checkpoints.neighbors import Listen, listen
 from mst_scale.comm import logger, speak
-from mst_scale.copies import remove_outdated
 from mst_scale.snapshot import CapturedFile
 
 REPORTS = "reports"  # a folder in the draft, with one file per rank until it is sealed

@@ -21,11 +21,11 @@ from typing import Any
 
 import torch
 
+from mst_scale.checkpoint_folders import identity_of
 from mst_scale.checkpoints import model_config, store
 from mst_scale.comm import logger
 from mst_scale.compact_files.layout import file_of, is_compact
 from mst_scale.compact_files.weights import load_model, open_weights
-from mst_scale.copies import identity_of
 from mst_scale.data.tokenizer import chosen, is_missing, load_tokenizer, trained_with
 from mst_scale.errors import UserError
 from mst_scale.hugging_face.sources import (

@@ -14,6 +14,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from mst_scale.checkpoint_folders import has_copy
 from mst_scale.checkpoints import store
 from mst_scale.checkpoints.store import UNIVERSAL
 from mst_scale.comm import ParallelDims, Ranks, logger
@@ -22,7 +23,6 @@ from mst_scale.config.changes import result_keys
 from mst_scale.config.deepspeed import BATCH_KEYS, batch_shape, largest_micro
 from mst_scale.config.parallel import sizes_of
 from mst_scale.config.support import precision_of, stage_of
-from mst_scale.copies import has_copy
 from mst_scale.errors import Damaged, UserError
 from mst_scale.run_logging import run_file
 

@@ -17,8 +17,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from mst_scale.checkpoint_folders import COPY, has_copy
 from mst_scale.comm import logger
-from mst_scale.copies import COPY, has_copy
 from mst_scale.errors import UserError
 from mst_scale.zero_shards.compact_files import file_of
 from mst_scale.zero_shards.compact_index import is_compact

@@ -12,9 +12,8 @@ from typing import Any
 
 import torch
 
-from mst_scale.copies import remove_outdated
+from mst_scale.checkpoint_folders import remove_outdated, tag_in
 from mst_scale.errors import UserError
-from mst_scale.latest import tag_in
 from mst_scale.snapshot import SUPPORTED as snapshot_supported
 from mst_scale.snapshot import Snapshot, taking
 from mst_scale.zero_shards import safe_load

@@ -3,7 +3,7 @@
 import json
 import os
 
-from mst_scale.copies import COPY, MANIFEST, SOURCE, has_copy, identity_of, remove_outdated
+from mst_scale.checkpoint_folders import COPY, MANIFEST, SOURCE, has_copy, identity_of, remove_outdated
 
 
 def saved(folder, content="one"):

@@ -1,7 +1,8 @@
-"""Says whether the copy of a checkpoint for other layouts is one of the files that the checkpoint has now.
+"""Reads a checkpoint's folder: the tag that `latest` names, and whether the copy for other layouts is up to date.
 
-`mst reshape` writes the copy into the checkpoint's folder. A tag can be saved again, by `accelerator.save_state` to the
-same folder or by a run that is repeated: the copy, and files of ranks that no longer exist, would be of another step.
+DeepSpeed names the latest checkpoint of a folder in the files `latest` and `latest_universal`. `mst reshape` writes the
+copy for other layouts into the checkpoint's folder. A tag can be saved again, by `accelerator.save_state` to the same
+folder or by a run that is repeated: the copy, and files of ranks that no longer exist, would be of another step.
 """
 
 from __future__ import annotations
@@ -13,9 +14,27 @@ import shutil
 from collections.abc import Collection
 from pathlib import Path
 
+from mst_scale.errors import Damaged
+
 COPY, MANIFEST = "universal", "manifest.json"
 SOURCE = "source"
 """What the manifest of a copy calls the identity of the checkpoint."""
+_MAX_NAME = 255  # bytes of a file name
+
+
+def tag_in(latest: Path) -> str:
+    """Return the tag in a file `latest`, which is the name of a folder next to it.
+
+    Raises:
+        Damaged: if the file contains anything else.
+    """
+    try:
+        tag = latest.read_text("utf-8").strip()
+    except UnicodeDecodeError:
+        tag = ""
+    if not tag or not tag.isprintable() or len(tag) > _MAX_NAME or Path(tag).name != tag:
+        raise Damaged(f"{latest} is damaged: it does not contain the name of a checkpoint; pass the checkpoint's path")
+    return tag
 
 
 def has_copy(checkpoint: Path) -> bool:
