@@ -1,4 +1,4 @@
-"""Lists what can be chosen by name: model shapes and recipes in a config, and ready-made configs in place of a file.
+"""Lists what can be chosen by name: model shapes and recipes in a config, and the files shipped with the package.
 
 `gpt2_small` is ds_configs/gpt2_small.json, in a clone and in an installed wheel.
 """
@@ -10,8 +10,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from mst_scale import shipped
-
+PACKAGE = Path(__file__).parents[1]  # mst_scale
 _BERT = {"arch": "bert", "seq_length": 512, "vocab_size": 30522, "bias": True}
 
 # GPT-2 (Radford et al. 2019) and GPT-3 (Brown et al. 2020, table 2.1; 13B with the usual 5120 = 40 · 128); BERT (Devlin
@@ -97,9 +96,15 @@ RECIPES: dict[str, dict[str, Any]] = {
 }
 
 
+def shipped_folder(name: str) -> Path:
+    """Return the path of a shipped folder: inside the package in a wheel, next to it in a clone."""
+    inside = PACKAGE / name
+    return inside if inside.is_dir() else PACKAGE.parent / name
+
+
 def ready_configs() -> dict[str, Path]:
     """Return the files of the ready-made configs by name."""
-    files = sorted(shipped.folder("ds_configs").glob("*.json"))
+    files = sorted(shipped_folder("ds_configs").glob("*.json"))
     return {path.stem: path for path in files if path.suffixes != [".schema", ".json"]}
 
 

@@ -22,8 +22,9 @@ from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
-from mst_scale import compiled, shipped
+from mst_scale import compiled
 from mst_scale.compiled import build_locks, cache_folder
+from mst_scale.config.presets import PACKAGE
 from mst_scale.doctor.findings import Finding, look, ok, run_each, skip, wrong
 
 CGROUP = Path("/sys/fs/cgroup")
@@ -190,7 +191,7 @@ def _supported() -> dict[str, SpecifierSet]:
 
 def _tested() -> dict[str, str]:
     """Return the versions that the tests ran with, by package; {} in an installed wheel."""
-    path = shipped.PACKAGE.parent / "constraints.txt"
+    path = PACKAGE.parent / "constraints.txt"
     lines = path.read_text().splitlines() if path.is_file() else []
     pins = [Requirement(line) for line in lines if line.strip() and not line.startswith("#")]
     return {pin.name: next(iter(pin.specifier)).version for pin in pins if not pin.marker or pin.marker.evaluate()}

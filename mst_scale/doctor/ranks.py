@@ -19,9 +19,9 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from mst_scale import shipped
 from mst_scale.comm import Ranks
 from mst_scale.comm.exchange import Exchange
+from mst_scale.config.presets import PACKAGE
 from mst_scale.doctor.findings import Finding, describe_ranks, look, ok, skip, wrong
 from mst_scale.doctor.machine import device, installed
 from mst_scale.randomness import counter_hash
@@ -66,8 +66,8 @@ def _facts() -> Facts:
     from mst_scale.zero_shards.half_types import half_types  # imports DeepSpeed
 
     sources = hashlib.sha256()
-    for path in sorted(shipped.PACKAGE.rglob("*.py")):
-        sources.update(str(path.relative_to(shipped.PACKAGE)).encode() + path.read_bytes())
+    for path in sorted(PACKAGE.rglob("*.py")):
+        sources.update(str(path.relative_to(PACKAGE)).encode() + path.read_bytes())
     versions = {name: installed(name) for name in PACKAGES}
     return Facts(
         host=socket.gethostname(),

@@ -8,14 +8,14 @@ two lines of text that the model writes are shown next to two lines of the dense
 
 from __future__ import annotations
 
-from itertools import pairwise
 from pathlib import Path
 
-from mst_scale import shipped
+from mst_scale.config.presets import shipped_folder
 from mst_scale.errors import Damaged, UserError
 from mst_scale.launch import local
 from mst_scale.launch.environment import default_processes, gpus, set_default
 from mst_scale.launch.supervisor import say
+from mst_scale.pretrain.outcome import folder_of
 
 CONFIG = "ds_configs/demo.json"
 # The dense run of the study `demo` with the baseline's loss (8 sequences per step, rate 0.004, seed 1), in bfloat16.
@@ -27,16 +27,17 @@ def main(words: list[str]) -> int:
     """Run the demo and show what the model writes; all words go to `mst_scale.pretrain`."""
     if not gpus():
         set_default("OMP_NUM_THREADS", "1")
-    code = local.run(CONFIG, ["--out", "runs/demo", *words], min(default_processes(), 2))
-    if code == 0 and not {"-h", "--help"} & set(words):
-        show(_folder(words))
+    arguments = ["--out", "runs/demo", *words]
+    code = local.run(CONFIG, arguments, min(default_processes(), 2))
+    if code == 0 and (run := folder_of(["--deepspeed_config", CONFIG, *arguments])) is not None:
+        show(run)
     return code
 
 
 def show(run: Path) -> None:
     """Print two lines that the run's model writes, and two of the dense baseline."""
     try:
-        texts = {str(run): two_lines(run), "dense baseline": two_lines(shipped.folder("ds_configs") / BASELINE)}
+        texts = {str(run): two_lines(run), "dense baseline": two_lines(shipped_folder("ds_configs") / BASELINE)}
     except (UserError, Damaged, OSError) as error:  # the run itself has succeeded
         say(f"no text is shown: {error}")
         return
@@ -53,14 +54,3 @@ def two_lines(model: Path) -> list[str]:
 
     done = generate(model, PROMPT, tokens=TOKENS, temperature=TEMPERATURE)
     return [line for line in (PROMPT + done.text).splitlines() if line.strip()][:2]
-
-
-def _folder(words: list[str]) -> Path:
-    """Return the folder of the run: the last --out among the words, or the default."""
-    out = "runs/demo"
-    for word, following in pairwise([*words, ""]):
-        if word == "--out":
-            out = following
-        elif word.startswith("--out="):
-            out = word.removeprefix("--out=")
-    return Path(out)

@@ -13,10 +13,10 @@ import subprocess
 import sys
 from pathlib import Path
 
-from mst_scale import shipped
+from mst_scale.config.presets import shipped_folder
 from mst_scale.errors import UserError
 
-SCRIPTS = shipped.folder("launchers")
+SCRIPTS = shipped_folder("launchers")
 ROOT = SCRIPTS.parent  # the clone, or the package where it is installed
 # What hostfile and mpi carry to the other nodes, with every variable that begins with NCCL_.
 CARRIED = (

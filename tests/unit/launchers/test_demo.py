@@ -36,5 +36,9 @@ def test_a_run_without_a_checkpoint_is_named(
     ("words", "folder"),
     [([], "runs/demo"), (["--steps", "9"], "runs/demo"), (["--out", "a"], "a"), (["--out", "a", "--out=b"], "b")],
 )
-def test_the_folder_is_that_of_the_run(words, folder):
-    assert demo._folder(words) == Path(folder)
+def test_the_folder_is_that_of_the_run(monkeypatch: pytest.MonkeyPatch, words: list[str], folder: str):
+    shown: list[Path] = []
+    monkeypatch.setattr(demo.local, "run", lambda *_, **__: 0)
+    monkeypatch.setattr(demo, "show", shown.append)
+    assert demo.main(words) == 0 and shown == [Path(folder)]
+    assert demo.main([*words, "--help"]) == 0 and len(shown) == 1
