@@ -89,11 +89,12 @@ def run(data: str, steps: int) -> list[Row]:
     """Measure and return all rows."""
     from mst_scale import comm
     from mst_scale.data.corpus import open_tokens
-    from mst_scale.data.prepare import ensure
+    from mst_scale.data.prepare import prepare
+    from mst_scale.data.recipe import Recipe
     from mst_scale.data.sampler import Sampler
 
     comm.init()
-    ensure(data, "stdlib", "byte")
+    prepare(Recipe("stdlib", "byte"), data)
     sampler = Sampler(open_tokens(data, "train"), 128, seed=1)
     return [train(sampler, how, beta2, steps) for beta2 in (0.95, 0.999) for how in ("zero", "seeded")]
 

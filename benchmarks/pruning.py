@@ -127,9 +127,10 @@ def look_at(run: Path) -> Found:
 
 def measure(data: str, runs: Path, seeds: int, steps: int) -> list[Row]:
     """Train and prune all runs, and return a row per method."""
-    from mst_scale.data.prepare import ensure
+    from mst_scale.data.prepare import prepare
+    from mst_scale.data.recipe import Recipe
 
-    ensure(data, "package:sympy", "byte")
+    prepare(Recipe("package:sympy", "byte"), data)
     found: dict[str, list[Found]] = {"mst": [], "dense, equal loss": [], "dense, as long": []}
     for seed in range(1, seeds + 1):
 

@@ -52,13 +52,10 @@ LINE_SECONDS = 30.0  # between lines of progress, where there is no terminal
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
-Say = Callable[[str], None]  # prints a line of progress
 Ids = tuple[bytes, int, int]  # of one split: the ids, the number of documents that end, the highest id
 
 
-def prepare(
-    recipe: Recipe, out: str | Path, *, workers: int | None = None, force: bool = False, quiet: bool = False
-) -> dict[str, Any]:
+def prepare(recipe: Recipe, out: str | Path, *, workers: int | None = None, force: bool = False) -> dict[str, Any]:
     """Make the corpus in `out`, finish it, or find it there, and return its meta.json.
 
     Raises:
@@ -71,15 +68,14 @@ def prepare(
     out = Path(out)
     identity = recipe.identity()
     unfinished = UnfinishedCorpus(out)
-    say = _say_nothing if quiet else _say
     if not force and not unfinished.folder.exists() and (meta := _finished(out, recipe, identity)):
         return meta
     text: tuple[Tokenizer, Source] | None = None
     if force or not unfinished.complete:  # a name that cannot be read must not leave a folder behind
-        text = _open(recipe, out, say)
+        text = _open(recipe, out)
     with _writing(out):
         out.mkdir(parents=True, exist_ok=True)
-    with _locked(out, say):
+    with _locked(out):
         if force:
             if (
                 not unfinished.resumable or unfinished.recipe() != identity
@@ -92,7 +88,7 @@ def prepare(
             _check_free(unfinished, identity)
         if not unfinished.complete:
             try:
-                _build(recipe, text or _open(recipe, out, say), unfinished, workers or _cores(), say)
+                _build(recipe, text or _open(recipe, out), unfinished, workers or _cores())
             except BaseException:
                 if not unfinished.resumable:
                     unfinished.discard()
@@ -100,20 +96,6 @@ def prepare(
         with _writing(out):
             unfinished.publish()
     return read_meta(out)
-
-
-def ensure(
-    out: str | Path,
-    source: str,
-    tokenizer: str | None = None,
-    *,
-    text_key: str = "text",
-    val_fraction: float | None = None,
-    max_bytes: int | None = None,
-    seed: int = 2357,
-) -> dict[str, Any]:
-    """Prepare the corpus that a run's `data` block asks for, if it is not there yet. Only one rank must call it."""
-    return prepare(Recipe(source, tokenizer, text_key, val_fraction, max_bytes, seed), out)
 
 
 def _finished(out: Path, recipe: Recipe, identity: dict[str, Any]) -> dict[str, Any] | None:
@@ -150,24 +132,22 @@ def _first_difference(ours: dict[str, Any], theirs: dict[str, Any]) -> str | Non
     return None
 
 
-def _open(recipe: Recipe, out: Path, say: Say) -> tuple[Tokenizer, Source]:
+def _open(recipe: Recipe, out: Path) -> tuple[Tokenizer, Source]:
     """Open tokenizer and source: files first, so that a wrong path is found early, and the hub last, which is slow."""
     here = local_files(recipe) is not None
     tokenizer = load_tokenizer(recipe.tokenizer_name)
     source = open_source(recipe) if here else None
-    say(f"preparing {' '.join(recipe.paths)} with tokenizer {recipe.tokenizer_name} in {out}")
+    _say(f"preparing {' '.join(recipe.paths)} with tokenizer {recipe.tokenizer_name} in {out}")
     return tokenizer, open_source(recipe) if source is None else source
 
 
-def _build(
-    recipe: Recipe, text: tuple[Tokenizer, Source], unfinished: UnfinishedCorpus, workers: int, say: Say
-) -> None:
+def _build(recipe: Recipe, text: tuple[Tokenizer, Source], unfinished: UnfinishedCorpus, workers: int) -> None:
     """Fill the folder of the unfinished corpus; its meta.json says that it is complete."""
     tokenizer, source = text
     itemsize = token_dtype(tokenizer.vocab_size).itemsize
     journal = unfinished.journal()
     if journal is not None and journal["source"] != source.description:
-        say("the source has changed since the unfinished part was made: starting again")
+        _say("the source has changed since the unfinished part was made: starting again")
         journal = None
     done, amount = (journal["chunks"], journal["amount"]) if journal else (0, 0)
     with contextlib.ExitStack() as stack:
@@ -179,8 +159,8 @@ def _build(
             for file in files:
                 stack.enter_context(file.handle)
         if journal is not None:
-            say(f"continuing after {sum(file.n_bytes for file in files):,} bytes of ids that are there already")
-        progress = _Progress(source, amount, quiet=say is not _say)
+            _say(f"continuing after {sum(file.n_bytes for file in files):,} bytes of ids that are there already")
+        progress = _Progress(source, amount)
         stack.callback(progress.bar.close)
         chunks = itertools.islice(_chunks(source), done, None)  # those before are read, but not tokenized again
         unsynced = 0
@@ -197,7 +177,7 @@ def _build(
                     unsynced = 0
             progress.advance(chunk_amount, n_bytes // itemsize)
         progress.bar.close()
-        say(progress.summary())
+        _say(progress.summary())
         with _writing(unfinished.folder):
             unfinished.finish(_meta(recipe, tokenizer, source.description, files))
 
@@ -330,18 +310,14 @@ def _say(message: str) -> None:
     print(message, file=sys.stderr, flush=True)
 
 
-def _say_nothing(message: str) -> None:
-    pass
-
-
 class _Progress:
     """Shows how far the corpus is: a bar that is drawn again all the time on a terminal, else every LINE_SECONDS."""
 
-    def __init__(self, source: Source, done: int, quiet: bool):
+    def __init__(self, source: Source, done: int):
         self.tokens, self.began = 0, time.monotonic()
         seconds = 0.1 if may_rewrite(sys.stderr) else LINE_SECONDS
         self.bar = tqdm(
-            total=source.total, initial=done, unit=source.unit, unit_scale=True, dynamic_ncols=True, disable=quiet,
+            total=source.total, initial=done, unit=source.unit, unit_scale=True, dynamic_ncols=True,
             mininterval=seconds, maxinterval=seconds,
         )  # fmt: skip
 
@@ -356,7 +332,7 @@ class _Progress:
 
 
 @contextlib.contextmanager
-def _locked(out: Path, say: Say) -> Iterator[None]:
+def _locked(out: Path) -> Iterator[None]:
     """One process at a time prepares a folder; the lock is released when its process ends."""
     with _writing(out):
         handle = open(out / ".lock", "w")  # noqa: SIM115  (closed below; only its opening is `_writing`)
@@ -364,12 +340,12 @@ def _locked(out: Path, say: Say) -> Iterator[None]:
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            say(f"another process is preparing {out}; waiting for it")
+            _say(f"another process is preparing {out}; waiting for it")
             fcntl.flock(handle, fcntl.LOCK_EX)
         except OSError as error:
             if error.errno not in {errno.ENOSYS, errno.ENOTSUP}:
                 raise
-            say(f"{out} is on a file system without locks: let one process at a time prepare it")
+            _say(f"{out} is on a file system without locks: let one process at a time prepare it")
         yield
 
 

@@ -26,7 +26,8 @@ from mst_scale.config import compact as compact_steps
 from mst_scale.config.deepspeed import batch_shape
 from mst_scale.config.parallel import sizes_of, without_sizes
 from mst_scale.data.corpus import fingerprint, identity
-from mst_scale.data.prepare import ensure
+from mst_scale.data.prepare import prepare as prepare_corpus
+from mst_scale.data.recipe import Recipe
 from mst_scale.data.sampler import Sampler, open_sampler
 from mst_scale.engine.api import initialize
 from mst_scale.engine.targets import choose_targets
@@ -263,10 +264,8 @@ def _prepare_corpus(data: DataConfig) -> str:
     """
     if data.source is not None:
         folder = data.dir or f"corpora/{data.source}"
-        ensure(
-            folder, data.source, data.tokenizer,
-            text_key=data.text_key, val_fraction=data.val_fraction, max_bytes=data.max_bytes, seed=data.seed,
-        )  # fmt: skip
+        recipe = Recipe(data.source, data.tokenizer, data.text_key, data.val_fraction, data.max_bytes, data.seed)
+        prepare_corpus(recipe, folder)  # only one rank must call it
         return folder
     if data.dir is None:
         raise UserError("no data: give --data DIR, or set data.dir or data.source in the config")

@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from mst_scale.data.prepare import ensure
+from mst_scale.data.prepare import prepare
+from mst_scale.data.recipe import Recipe
 from tests.support import pool, tiny_run
 from tests.support.evaluation_calls import CONTEXT, EXAMPLES, PAIRS, PASSAGES, TEXT, write
 from tests.support.whole_runs import attempt
@@ -15,7 +16,7 @@ def run(tmp_path_factory) -> Path:
     """A byte-level run of a few steps."""
     folder = tmp_path_factory.mktemp("eval")
     words = {"seq_length": CONTEXT, "vocab_size": 257}
-    ensure(folder / "bytes", "stdlib", "byte", max_bytes=60_000)
+    prepare(Recipe("stdlib", "byte", max_bytes=60_000), folder / "bytes")
     path = tiny_run.config(
         folder,
         model=words,

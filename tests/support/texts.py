@@ -32,4 +32,4 @@ def jsonl(path: Path, texts: list[str], key: str = "text") -> Path:
 
 def make(source: object, out: Path, tokenizer: str = "byte", workers: int = 1, **recipe: object) -> dict:
     named = [str(path) for path in source] if isinstance(source, list) else str(source)
-    return prepare(Recipe(named, tokenizer, **recipe), out, workers=workers, quiet=True)  # type: ignore[arg-type]
+    return prepare(Recipe(named, tokenizer, **recipe), out, workers=workers)  # type: ignore[arg-type]

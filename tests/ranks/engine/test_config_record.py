@@ -144,7 +144,7 @@ def test_trainer(tmp_path):
 def corpus(folder, word):
     folder.mkdir()
     (folder / "text.txt").write_text(f"{word} and so on, " * 2000)
-    prepare(Recipe(str(folder / "text.txt"), "byte", val_fraction=0.1), folder / "tokens", workers=1, quiet=True)
+    prepare(Recipe(str(folder / "text.txt"), "byte", val_fraction=0.1), folder / "tokens", workers=1)
     return folder / "tokens"
 
 

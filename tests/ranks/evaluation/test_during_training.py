@@ -8,7 +8,8 @@ import torch
 
 from mst_scale.checkpoints import store
 from mst_scale.cli import main
-from mst_scale.data.prepare import ensure
+from mst_scale.data.prepare import prepare
+from mst_scale.data.recipe import Recipe
 from mst_scale.evaluation.evaluate import TasksDuringTraining
 from mst_scale.models.gpt import GPT
 from mst_scale.pretrain import start
@@ -17,7 +18,7 @@ from tests.support.whole_runs import attempt
 
 
 def arguments(folder, stage, *more):
-    ensure(folder / "bytes", "stdlib", "byte", max_bytes=60_000)
+    prepare(Recipe("stdlib", "byte", max_bytes=60_000), folder / "bytes")
     path = tiny_run.config(
         folder,
         model={"seq_length": 64, "vocab_size": 257},

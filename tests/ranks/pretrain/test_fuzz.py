@@ -271,7 +271,7 @@ def run(tmp_path_factory) -> Path:
     assert pool.run(attempt, 2, argv) == [(0, "")] * 2
     text = folder / "words.txt"
     text.write_text("the cat sat on the mat\n" * 200)
-    prepare(Recipe(str(text), "byte", val_fraction=0.1), folder / "tokens", workers=1, quiet=True)
+    prepare(Recipe(str(text), "byte", val_fraction=0.1), folder / "tokens", workers=1)
     return folder
 
 

@@ -21,7 +21,7 @@ import pytest
 
 from mst_scale.data import corpus, prepare
 from mst_scale.data.corpus import SplitFile, UnfinishedCorpus, open_tokens, verify
-from mst_scale.data.prepare import WINDOW, Tokenize, ensure, ordered_map
+from mst_scale.data.prepare import WINDOW, Tokenize, ordered_map
 from mst_scale.data.recipe import Recipe
 from mst_scale.errors import Damaged, UserError
 from tests.support.texts import jsonl, make, rank_file, words
@@ -84,11 +84,12 @@ def test_any_number_of_workers_writes_the_same_bytes(tmp_path: Path, big_text: P
     assert contents(tmp_path / "out1") == contents(tmp_path / "out2") == contents(tmp_path / "out3")
 
 
-def test_ensure_is_what_a_run_calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    first = ensure(tmp_path / "out", "stdlib", "byte", max_bytes=300_000)
+def test_a_corpus_that_is_there_is_not_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    recipe = Recipe("stdlib", "byte", max_bytes=300_000)
+    first = prepare.prepare(recipe, tmp_path / "out")
     assert first["recipe"]["max_bytes"] == 300_000
     monkeypatch.setattr(prepare, "open_source", lambda recipe: pytest.fail("the source was opened"))
-    assert ensure(tmp_path / "out", "stdlib", "byte", max_bytes=300_000) == first
+    assert prepare.prepare(recipe, tmp_path / "out") == first
 
 
 # What is there already ----------------------------------------------------------------------------------------------
@@ -124,7 +125,7 @@ def test_force_replaces_what_is_there(tmp_path: Path):
     source = jsonl(tmp_path / "a.jsonl", TEXTS)
     make(source, tmp_path / "out")
     recipe = Recipe(str(source), "byte", val_fraction=0.5)
-    forced = prepare.prepare(recipe, tmp_path / "out", workers=1, force=True, quiet=True)
+    forced = prepare.prepare(recipe, tmp_path / "out", workers=1, force=True)
     make(source, tmp_path / "fresh", val_fraction=0.5)
     assert forced["recipe"]["val_fraction"] == 0.5
     assert contents(tmp_path / "out") == contents(tmp_path / "fresh")
@@ -177,7 +178,7 @@ from mst_scale.data.prepare import _Progress
 prepare.JOURNAL_BYTES = 1 << 20
 pauses = iter([0.1] * int(sys.argv[5]) + [600] if sys.argv[5:] else [0.1] * 999)
 _Progress.advance = lambda *args: time.sleep(next(pauses))
-prepare.prepare(Recipe(sys.argv[1], sys.argv[2]), sys.argv[3], workers=int(sys.argv[4]), quiet=True)
+prepare.prepare(Recipe(sys.argv[1], sys.argv[2]), sys.argv[3], workers=int(sys.argv[4]))
 """
 
 
@@ -243,10 +244,10 @@ def test_a_rebuild_that_was_stopped_continues(tmp_path: Path, big_text: Path, mo
     with monkeypatch.context() as patch:
         _interrupt_after(5, patch)
         with pytest.raises(KeyboardInterrupt):
-            prepare.prepare(recipe, tmp_path / "out", workers=1, force=True, quiet=True)
+            prepare.prepare(recipe, tmp_path / "out", workers=1, force=True)
     said: list[str] = []
-    monkeypatch.setattr(prepare, "_say_nothing", said.append)
-    prepare.prepare(recipe, tmp_path / "out", workers=1, force=True, quiet=True)
+    monkeypatch.setattr(prepare, "_say", said.append)
+    prepare.prepare(recipe, tmp_path / "out", workers=1, force=True)
     assert any("continuing after" in line for line in said)
     make(big_text, tmp_path / "undisturbed", val_fraction=0.1)
     assert contents(tmp_path / "out") == contents(tmp_path / "undisturbed")
@@ -297,7 +298,7 @@ def test_killed_while_files_are_moved_in(
     monkeypatch.setattr(UnfinishedCorpus, "publish", counting_publish)
     recipe = Recipe(str(source), "byte", val_fraction=0.5)
     with pytest.raises(Killed):
-        prepare.prepare(recipe, out, workers=1, force=rebuilding, quiet=True)
+        prepare.prepare(recipe, out, workers=1, force=rebuilding)
     monkeypatch.undo()
     try:
         found = {split: open_tokens(out, split) for split in ("train", "val")}
@@ -307,7 +308,7 @@ def test_killed_while_files_are_moved_in(
         assert verify(out) in [before, verify(tmp_path / "expected")]
         assert all(len(file.tokens) for file in found.values())
     if (out / "meta.json").exists() and before == json.loads((out / "meta.json").read_text()):
-        prepare.prepare(recipe, out, workers=1, force=True, quiet=True)  # killed before anything was moved
+        prepare.prepare(recipe, out, workers=1, force=True)  # killed before anything was moved
     else:
         make(source, out, val_fraction=0.5)
     assert contents(out) == contents(tmp_path / "expected")
@@ -414,7 +415,7 @@ def test_memory_is_bounded_for_a_file_beyond_the_bound(tmp_path: Path, kind: str
 import resource, sys
 from mst_scale.data import prepare
 from mst_scale.data.recipe import Recipe
-prepare.prepare(Recipe(sys.argv[1], "byte"), sys.argv[2], workers=2, quiet=True)
+prepare.prepare(Recipe(sys.argv[1], "byte"), sys.argv[2], workers=2)
 # getrusage of this process would count what the one that started it held
 status = dict(line.split(":") for line in open("/proc/self/status"))
 print(int(status["VmHWM"].split()[0]) * 1024, resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024)
