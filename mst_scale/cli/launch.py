@@ -34,14 +34,15 @@ examples:
   mst launch hostfile --hostfile hosts gpt3_1.3b --data /shared/fineweb --out /shared/runs/1.3b
   mst launch sweep --methods dense,rigl,mst --seeds 1,2 --with slurm gpt2_small
 """
-LAUNCHERS = ("local", "slurm", "mpi", "hostfile", "sweep")
 
 
 def add(subparsers: Any) -> None:
     """Add the command to the parser."""
+    from mst_scale.launch import FOR_USERS
+
     text = TEXT.format(names=", ".join(ready_configs()))
     command = add_command(subparsers, "launch", run, "start a run on this machine or a cluster", text)
-    command.add_argument("how", choices=LAUNCHERS, metavar="HOW", help=", ".join(LAUNCHERS))
+    command.add_argument("how", choices=FOR_USERS, metavar="HOW", help=", ".join(FOR_USERS))
     command.add_argument("options", nargs=argparse.REMAINDER, metavar="…", help="options of that launcher, and CONFIG")
 
 

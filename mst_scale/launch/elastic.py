@@ -71,11 +71,9 @@ def allowed(text: str, experiment: Experiment, ranks_per_node: int | None = None
 
 def _range(text: str) -> tuple[int, int]:
     found = re.fullmatch(r"([0-9]{1,9}):([0-9]{1,9})", text)
-    if found is None:
-        raise UserError(f"{FLAG} {text}: write MIN:MAX, two numbers from 1, such as 1:4")
-    least, most = int(found[1]), int(found[2])
+    least, most = map(int, found.groups()) if found else (0, 0)
     if least < 1:
-        raise UserError(f"{FLAG} {text}: MIN must be at least 1")
+        raise UserError(f"{FLAG} {text}: write MIN:MAX, two numbers from 1, such as 1:4")
     if least > most:
         raise UserError(f"{FLAG} {text}: MIN is larger than MAX: write {most}:{least}")
     return least, most

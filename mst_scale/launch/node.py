@@ -36,7 +36,7 @@ def main(words: list[str]) -> int:
 def run(job: str, command: Sequence[str], variables: Mapping[str, str] | None = None) -> int:
     """Run a command of a job and return its exit code."""
     supervisor = Supervisor(ask_ranks)  # before anybody can read the file, or the signal would end us
-    pid_file = _folder() / f"{_prefix(job)}{os.getpid()}.pid"
+    pid_file = _pid_file(job, os.getpid())
     descriptor = os.open(pid_file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
     with open(descriptor, "w") as file:
         file.write(f"{os.getpid()}\n")
@@ -72,9 +72,8 @@ def ranks_of_node(
 
 
 def _stop(job: str) -> None:
-    for path in _folder().iterdir():
-        if not (path.name.startswith(_prefix(job)) and path.suffix == ".pid"):
-            continue
+    pattern = _pid_file(job, "*")
+    for path in pattern.parent.glob(pattern.name):
         with contextlib.suppress(FileNotFoundError):
             # the folder is everybody's: another user's file could name any of our processes
             if path.is_file() and path.stat().st_uid == os.getuid():
@@ -87,9 +86,5 @@ def _stop(job: str) -> None:
                     path.unlink()
 
 
-def _folder() -> Path:
-    return Path(tempfile.gettempdir())
-
-
-def _prefix(job: str) -> str:
-    return f"mst-{os.getuid()}-{job}."
+def _pid_file(job: str, pid: int | str) -> Path:
+    return Path(tempfile.gettempdir(), f"mst-{os.getuid()}-{job}.{pid}.pid")

@@ -37,6 +37,7 @@ import shutil
 import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import groupby
 
 from mst_scale.errors import UserError
 from mst_scale.launch import slurm_job
@@ -141,7 +142,8 @@ def _submitted(command: list[str], share: Share) -> str:
     if child.returncode:
         raise SystemExit(child.returncode)  # sbatch has said why
     number = child.stdout.strip().partition(";")[0]
-    print(f"Submitted batch job {number}: {share.name} on {share.nodes} node{'s' * (share.nodes > 1)}", flush=True)
+    phases = "+".join(share.phases)
+    print(f"Submitted batch job {number}: {phases} on {share.nodes} node{'s' * (share.nodes > 1)}", flush=True)
     return number
 
 
@@ -153,11 +155,6 @@ class Share:
     nodes: int
     stop_at: int | None
     """The step after which the job ends; None for the last one."""
-
-    @property
-    def name(self) -> str:
-        """The phases in words."""
-        return "+".join(self.phases)
 
 
 def shares_of(text: str, config: str, arguments: Sequence[str]) -> list[Share]:
@@ -179,22 +176,17 @@ def shares_of(text: str, config: str, arguments: Sequence[str]) -> list[Share]:
             "(mst.sparsity.sparse_tokens) end at other steps with other batches"
         )
     schedule = experiment.schedule
-    names = [phase.name for phase in schedule.phases if phase.stop > phase.start]
+    names = [phase.name for phase in schedule.phases]
     if sorted(nodes) != sorted(set(names)):
         raise UserError(
             f"--nodes-by-phase {text}: this run has the phases {', '.join(dict.fromkeys(names))}: name each of them "
             "once (mst plan shows their steps)"
         )
-    shares: list[Share] = []
-    for phase in schedule.phases:
-        if phase.stop == phase.start:
-            continue
-        if shares and shares[-1].nodes == nodes[phase.name]:
-            names_so_far = (*shares.pop().phases, phase.name)
-        else:
-            names_so_far = (phase.name,)
-        shares.append(Share(names_so_far, nodes[phase.name], _last_step(schedule, phase.stop)))
-    return shares
+    jobs = [(count, [*phases]) for count, phases in groupby(schedule.phases, lambda phase: nodes[phase.name])]
+    return [
+        Share(tuple(phase.name for phase in phases), count, _last_step(schedule, phases[-1].stop))
+        for count, phases in jobs
+    ]
 
 
 def _nodes(text: str) -> dict[str, int]:
