@@ -374,27 +374,22 @@ class SparsityConfig:
 
     def _phases(self, total: int) -> tuple[Phase, ...]:
         warmup, ultra, restore = (_steps(d, total) for d in (self.warmup, self.ultra, self.restore))
-        if self.variation == "sv":
-            stated = [("warmup", warmup), ("ultra", ultra), ("restore", restore), ("dense", None)]
-        elif self.variation == "dense":
-            stated = [("dense", None)]
-        elif self.variation == "sparse":
-            stated = [("ultra", None)]
-        elif self.variation == "sd":
-            stated = [("ultra", warmup + ultra), ("dense", None)]
-        elif self.variation == "dsd":
-            stated = [("dense", warmup), ("ultra", ultra), ("dense", None)]
-        elif self.variation == "gd":
-            stated = [("restore", warmup + ultra + restore), ("dense", None)]
-        elif self.variation == "gmp":
-            stated = [("dense", _steps(self.start, total)), ("warmup", warmup), ("ultra", None)]
-        else:
+        if self.variation == "acdc":
             turn = _steps(self.turn, total)
             if turn <= 0:
                 raise UserError("mst.sparsity.turn must be above 0 for acdc: it is the length of its phases")
             turns = [("ultra", turn), ("dense", turn)] * max(1, round(ultra / (2 * turn)))
-            stated = [("dense", warmup), *turns, ("ultra", None)]
-        return self._consecutive(stated, total)
+            return self._consecutive([("dense", warmup), *turns, ("ultra", None)], total)
+        stated: dict[str, list[tuple[str, float | None]]] = {
+            "sv": [("warmup", warmup), ("ultra", ultra), ("restore", restore), ("dense", None)],
+            "dense": [("dense", None)],
+            "sparse": [("ultra", None)],
+            "sd": [("ultra", warmup + ultra), ("dense", None)],
+            "dsd": [("dense", warmup), ("ultra", ultra), ("dense", None)],
+            "gd": [("restore", warmup + ultra + restore), ("dense", None)],
+            "gmp": [("dense", _steps(self.start, total)), ("warmup", warmup), ("ultra", None)],
+        }
+        return self._consecutive(stated[self.variation], total)
 
     def _consecutive(self, stated: list[tuple[str, float | None]], total: int) -> tuple[Phase, ...]:
         """Place phases of these lengths one after the other; a length of None extends to the end of the run."""

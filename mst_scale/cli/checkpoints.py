@@ -49,14 +49,14 @@ examples:
 
 def _add_inspect(subparsers: Any) -> None:
     command = add_command(subparsers, "inspect", _inspect, "show the masks of a checkpoint", INSPECT)
-    command.add_argument("path", metavar="PATH", help="a checkpoint or a run")
+    command.add_argument("path", metavar="PATH", type=Path, help="a checkpoint or a run")
     command.add_argument("--json", action="store_true", help="print one JSON object")
 
 
 def _inspect(args: argparse.Namespace) -> int:
     from mst_scale.checkpoints.mask_report import inspect
 
-    report = inspect(Path(args.path))
+    report = inspect(args.path)
     print(json.dumps(report.to_dict()) if args.json else _format_masks(report))
     return 0
 
@@ -154,15 +154,12 @@ examples:
 
 
 def _add_reshape(subparsers: Any) -> None:
-    command = add_command(
-        subparsers,
-        "reshape",
-        _reshape,
-        "let any number of ranks, at any ZeRO stage, load a checkpoint",
-        RESHAPE,
+    about = "let any number of ranks, at any ZeRO stage, load a checkpoint"
+    command = add_command(subparsers, "reshape", _reshape, about, RESHAPE)
+    command.add_argument("path", metavar="PATH", type=Path, help="a checkpoint or a run")
+    command.add_argument(
+        "out", metavar="OUT", nargs="?", type=Path, help="destination (default: inside the checkpoint)"
     )
-    command.add_argument("path", metavar="PATH", help="a checkpoint or a run")
-    command.add_argument("out", metavar="OUT", nargs="?", help="destination (default: inside the checkpoint)")
     command.add_argument("--json", action="store_true", help="print one JSON object")
 
 
@@ -171,8 +168,8 @@ def _reshape(args: argparse.Namespace) -> int:
     from mst_scale.checkpoints.reshape import reshape
 
     if args.out is not None:
-        validate_folder("OUT", Path(args.out))
-    done = reshape(Path(args.path), None if args.out is None else Path(args.out))
+        validate_folder("OUT", args.out)
+    done = reshape(args.path, args.out)
     if args.json:
         print(json.dumps(done.to_dict()))
         return 0
@@ -238,8 +235,8 @@ examples:
 def _add_export(subparsers: Any) -> None:
     command = add_command(subparsers, "export", _export, "write a checkpoint as a Hugging Face model", EXPORT)
     option = command.add_argument
-    option("checkpoint", metavar="CHECKPOINT", help="a run or a checkpoint")
-    option("out", metavar="OUT", help="folder to write; it must not exist")
+    option("checkpoint", metavar="CHECKPOINT", type=Path, help="a run or a checkpoint")
+    option("out", metavar="OUT", type=Path, help="folder to write; it must not exist")
     option("--prune", type=float, metavar="S", help="prune to the sparsity S, and report the loss")
     option("--method", metavar="M", help="pruning method: magnitude (the default), wanda or sparsegpt")
     option("--pattern", metavar="N:M", help="prune to N of M consecutive inputs, as in 2:4, instead of --prune")
@@ -249,7 +246,9 @@ def _add_export(subparsers: Any) -> None:
     option("--dtype", default="float32", metavar="T", help="float32 (the default), bfloat16 or float16")
     option("--shard-size", type=parse_bytes, default=5 * 10**9, metavar="N", help="largest weight file (default: 5G)")
     option("--tokenizer", metavar="NAME", help="byte, gpt2 or a .tiktoken file (default: that of the run's corpus)")
-    option("--config", metavar="FILE", help="the experiment, if there is no config.json next to the checkpoint")
+    option(
+        "--config", metavar="FILE", type=Path, help="the experiment, if there is no config.json next to the checkpoint"
+    )
     option("--json", action="store_true", help="print one JSON object")
 
 
@@ -257,12 +256,12 @@ def _export(args: argparse.Namespace) -> int:
     _read_files_only()
     from mst_scale.hugging_face.export import export
 
-    validate_folder("OUT", Path(args.out))
+    validate_folder("OUT", args.out)
     if args.compact:
         return _export_compact(args)
     done = export(
-        Path(args.checkpoint),
-        Path(args.out),
+        args.checkpoint,
+        args.out,
         prune=args.prune,
         method=args.method,
         pattern=args.pattern,
@@ -271,7 +270,7 @@ def _export(args: argparse.Namespace) -> int:
         dtype=args.dtype,
         shard_bytes=args.shard_size,
         tokenizer=args.tokenizer,
-        config=None if args.config is None else Path(args.config),
+        config=args.config,
     )
     if args.json:
         print(json.dumps(done.to_dict()))
@@ -311,11 +310,11 @@ def _export_compact(args: argparse.Namespace) -> int:
             "that folder with --compact"
         )
     done = export_compact(
-        Path(args.checkpoint),
-        Path(args.out),
+        args.checkpoint,
+        args.out,
         dtype=args.dtype,
         tokenizer=args.tokenizer,
-        config=None if args.config is None else Path(args.config),
+        config=args.config,
     )
     if args.json:
         print(json.dumps(done.to_dict()))

@@ -48,7 +48,7 @@ def add(subparsers: Any) -> None:
     option("--seed", type=int, default=0, metavar="N", help="seed of the sampling (default: 0)")
     option("--dtype", metavar="T", help="float32 or bfloat16 (default: as the weights are stored)")
     option("--tokenizer", metavar="NAME", help="byte, gpt2 or a .tiktoken file (default: the model's own)")
-    option("--config", metavar="FILE", help="the experiment, for a checkpoint outside the folder of its run")
+    option("--config", type=Path, metavar="FILE", help="the experiment, for a checkpoint outside the folder of its run")
     option("--stream", action="store_true", help="print the text while it is generated")
     option("--json", action="store_true", help="print one JSON object")
 
@@ -76,7 +76,7 @@ def run(args: argparse.Namespace) -> int:
         seed=args.seed,
         dtype=args.dtype,
         tokenizer=args.tokenizer,
-        config=None if args.config is None else Path(args.config),
+        config=args.config,
         stream=say if args.stream else None,
     )
     if args.json:

@@ -39,6 +39,7 @@ RATE_DURATIONS = {
 """Durations of the learning-rate schedule in `training`, and the consequence if one were longer than the run."""
 
 Seed = Annotated[StrictInt, Field(ge=0, le=MAX_SEED)]
+Interval = Annotated[StrictInt, Field(ge=0, le=MAX_SEED)]  # steps; 0 has a special meaning
 
 
 def in_steps(duration: Duration, total: int) -> int:
@@ -261,10 +262,8 @@ class TrainingConfig:
     log_every: StrictInt = Field(
         default=10, ge=1, le=MAX_SEED, description="Steps between rows of `metrics.jsonl`.", json_schema_extra=NO_EFFECT
     )
-    eval_every: StrictInt = Field(
+    eval_every: Interval = Field(
         default=1_000,
-        ge=0,
-        le=MAX_SEED,
         description="Steps between evaluations; `0`: only at the end.",
         json_schema_extra=NO_EFFECT,
     )
@@ -295,9 +294,7 @@ class TrainingConfig:
         description="Start from the weights of a GPT-2, whose shape the model takes: a transformers folder or a name "
         "on the hub (`--init`).",
     )
-    save_every: StrictInt = Field(
-        default=1_000, ge=0, le=MAX_SEED, description="Steps between checkpoints; `0`: only at the end."
-    )
+    save_every: Interval = Field(default=1_000, description="Steps between checkpoints; `0`: only at the end.")
     keep_checkpoints: StrictInt = Field(
         default=2,
         ge=1,
@@ -310,10 +307,8 @@ class TrainingConfig:
         "into the host's memory. In your own loop and with Trainer, this is on only if the config sets it to `true`.",
         json_schema_extra=NO_EFFECT,
     )
-    memory_every: StrictInt = Field(
+    memory_every: Interval = Field(
         default=0,
-        ge=0,
-        le=MAX_SEED,
         description="Steps between copies of a checkpoint in the memory of the hosts, from which a run continues after "
         "the loss of processes or of a host (docs/survival.md); `0`: none. No copy is made at a step that saves a "
         "checkpoint. Only `mst_scale.pretrain` reads this.",
@@ -325,10 +320,8 @@ class TrainingConfig:
         "loaded, make the copy that this needs, as `mst reshape` does. `mst_scale.pretrain` always does so.",
         json_schema_extra=NO_EFFECT,
     )
-    verify_every: StrictInt = Field(
+    verify_every: Interval = Field(
         default=0,
-        ge=0,
-        le=MAX_SEED,
         description="Steps between checks for silent corruption of computations and memory (docs/survival.md); `0`: "
         "never. The checks do not change results.",
         json_schema_extra=NO_EFFECT,
@@ -340,10 +333,8 @@ class TrainingConfig:
         "weights.",
         json_schema_extra=NO_EFFECT,
     )
-    histogram_every: StrictInt = Field(
+    histogram_every: Interval = Field(
         default=500,
-        ge=0,
-        le=MAX_SEED,
         description="Steps between weight histograms and mask pictures in TensorBoard; `0`: never.",
         json_schema_extra=NO_EFFECT,
     )
