@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import functools
 import itertools
 import multiprocessing
 import os
@@ -77,9 +78,7 @@ def prepare(recipe: Recipe, out: str | Path, *, workers: int | None = None, forc
         out.mkdir(parents=True, exist_ok=True)
     with _locked(out):
         if force:
-            if (
-                not unfinished.resumable or unfinished.recipe() != identity
-            ):  # else it is this rebuild, which was stopped
+            if not (unfinished.resumable and unfinished.recipe() == identity):  # else this rebuild was stopped
                 unfinished.empty()
         elif meta := _finished(out, recipe, identity):
             unfinished.discard()  # left over from a rebuild that was abandoned
@@ -164,7 +163,7 @@ def _build(recipe: Recipe, text: tuple[Tokenizer, Source], unfinished: Unfinishe
         stack.callback(progress.bar.close)
         chunks = itertools.islice(_chunks(source), done, None)  # those before are read, but not tokenized again
         unsynced = 0
-        for splits, chunk_amount in ordered_map(Tokenize(tokenizer), chunks, workers):
+        for splits, chunk_amount in ordered_map(functools.partial(tokenize, tokenizer), chunks, workers):
             n_bytes = sum(len(ids) for ids, _, _ in splits)
             with _writing(unfinished.folder):
                 for file, ids in zip(files, splits, strict=True):
@@ -228,25 +227,20 @@ def _chunks(source: Source) -> Iterator[list[Piece]]:
         yield chunk
 
 
-class Tokenize:
-    """A worker's job: the text of a chunk → the ids of both splits, and the chunk's amount."""
-
-    def __init__(self, tokenizer: Tokenizer):
-        self.tokenizer, self.dtype = tokenizer, token_dtype(tokenizer.vocab_size)
-        self.end = np.array([tokenizer.end_of_text], dtype=self.dtype)
-
-    def __call__(self, chunk: list[Piece]) -> tuple[list[Ids], int]:
-        """Tokenize one chunk."""
-        parts: tuple[list[np.ndarray], ...] = tuple([self.end[:0]] for _ in SPLITS)
-        documents = [0 for _ in SPLITS]
-        for split, text, ends, _ in chunk:
-            parts[split].append(self.tokenizer.encode(text).astype(self.dtype))
-            if ends:
-                parts[split].append(self.end)
-                documents[split] += 1
-        joined = [np.concatenate(part) for part in parts]
-        found = [(ids.tobytes(), n, int(ids.max(initial=0))) for ids, n in zip(joined, documents, strict=True)]
-        return found, sum(piece.amount for piece in chunk)
+def tokenize(tokenizer: Tokenizer, chunk: list[Piece]) -> tuple[list[Ids], int]:
+    """Return the ids of both splits in a chunk, and the chunk's amount: the job of a worker."""
+    dtype = token_dtype(tokenizer.vocab_size)
+    end = np.array([tokenizer.end_of_text], dtype=dtype)
+    parts: tuple[list[np.ndarray], ...] = tuple([end[:0]] for _ in SPLITS)
+    documents = [0 for _ in SPLITS]
+    for split, text, ends, _ in chunk:
+        parts[split].append(tokenizer.encode(text).astype(dtype))
+        if ends:
+            parts[split].append(end)
+            documents[split] += 1
+    joined = [np.concatenate(part) for part in parts]
+    found = [(ids.tobytes(), n, int(ids.max(initial=0))) for ids, n in zip(joined, documents, strict=True)]
+    return found, sum(piece.amount for piece in chunk)
 
 
 def _cores() -> int:

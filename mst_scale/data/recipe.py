@@ -127,16 +127,14 @@ def open_source(recipe: Recipe) -> Source:
         OSError: if the hub cannot be reached.
     """
     files = local_files(recipe)
-    if files is not None:
-        of_tables = {"subset": None, "split": "train", "val_split": None, "revision": None, "stream": False}
-        given = [name for name, usual in of_tables.items() if getattr(recipe, name) != usual]
-        if given:
-            name = recipe.paths[0]
-            raise UserError(f"{given[0]} is for data sets of the hub and saved ones, not for {name!r}: leave it out")
     if files is None:
         if _is_saved(recipe.paths):
             return _saved(Path(recipe.paths[0]).expanduser(), recipe)
         return hub(OPENWEBTEXT if recipe.source == "openwebtext" else recipe.paths[0], recipe)
+    of_tables = {"subset": None, "split": "train", "val_split": None, "revision": None, "stream": False}
+    if given := [name for name, usual in of_tables.items() if getattr(recipe, name) != usual]:
+        name = recipe.paths[0]
+        raise UserError(f"{given[0]} is for data sets of the hub and saved ones, not for {name!r}: leave it out")
     code = is_code(recipe.source)
     kind = "text" if code else _one_kind(files)
     if kind == "text":

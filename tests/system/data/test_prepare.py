@@ -21,7 +21,7 @@ import pytest
 
 from mst_scale.data import corpus, prepare
 from mst_scale.data.corpus import SplitFile, UnfinishedCorpus, open_tokens, verify
-from mst_scale.data.prepare import WINDOW, Tokenize, ordered_map
+from mst_scale.data.prepare import WINDOW, ordered_map
 from mst_scale.data.recipe import Recipe
 from mst_scale.errors import Damaged, UserError
 from tests.support.texts import jsonl, make, rank_file, words
@@ -204,8 +204,8 @@ def test_a_killed_run_is_rejected_and_then_finished(
 
     done = json.loads(journal.read_text())["chunks"]
     tokenized: list[int] = []
-    tokenize = Tokenize.__call__
-    monkeypatch.setattr(Tokenize, "__call__", lambda self, chunk: tokenized.append(1) or tokenize(self, chunk))
+    tokenize = prepare.tokenize
+    monkeypatch.setattr(prepare, "tokenize", lambda *args: tokenized.append(1) or tokenize(*args))
     make(big_text, out, ranks)
     n_resumed = len(tokenized)
     make(big_text, tmp_path / "undisturbed", ranks)
