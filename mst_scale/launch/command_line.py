@@ -32,9 +32,10 @@ def read_options(
     texts: Mapping[str, str | None] = {},
     lists: Sequence[str] = (),
     flags: Sequence[str] = (),
-) -> tuple[Namespace, list[str]]:
+) -> tuple[Namespace, str, list[str]]:
     """Read the options in front of CONFIG; what follows it belongs to `mst_scale.pretrain`.
 
+    Whether CONFIG exists is checked before a node is asked for; what else may be wrong with it is reported by pretrain.
     argparse cannot do this: an option here may take a word that begins with a dash (`--sbatch --qos=long`).
 
     Args:
@@ -46,10 +47,10 @@ def read_options(
         flags: Options without a value.
 
     Returns:
-        The values by name, and the words from CONFIG on.
+        The values by name, CONFIG, and the arguments of pretrain.
 
     Raises:
-        UserError: An option is unknown, or its value is missing or not a number.
+        UserError: An option is unknown, its value is missing or not a number, or there is no such config.
         SystemExit: Help was asked for.
     """
     values: dict[str, object] = {**numbers, **texts, **{name: [] for name in lists}, **dict.fromkeys(flags, False)}
@@ -80,7 +81,13 @@ def read_options(
             values[name] = value
         else:
             values[name] = [*values[name], value]  # type: ignore[misc]
-    return Namespace(**{name.lstrip("-").replace("-", "_"): value for name, value in values.items()}), rest
+    if not rest or not rest[0]:
+        raise UserError("no config was given: pass a file, or the name of a ready-made config such as demo; see --help")
+    config, *arguments = rest
+    if not os.path.isfile(config) and config not in ready_configs():
+        raise UserError(describe_missing(config))
+    options = {name.lstrip("-").replace("-", "_"): value for name, value in values.items()}
+    return Namespace(**options), config, arguments
 
 
 def seconds_in(variable: str, usual: float) -> float:
@@ -99,18 +106,6 @@ def seconds_in(variable: str, usual: float) -> float:
     if not 0 <= seconds < math.inf:
         raise UserError(f"{variable} = {stated!r} must be a number of seconds")
     return seconds
-
-
-def split_config(words: Sequence[str]) -> tuple[str, list[str]]:
-    """Return CONFIG and the arguments of pretrain, once it is known that there is such a config.
-
-    Everything else that may be wrong with it is reported by pretrain; this is checked before a node is asked for.
-    """
-    if not words or not words[0]:
-        raise UserError("no config was given: pass a file, or the name of a ready-made config such as demo; see --help")
-    if not os.path.isfile(words[0]) and words[0] not in ready_configs():
-        raise UserError(describe_missing(words[0]))
-    return words[0], list(words[1:])
 
 
 def quoted(words: Sequence[str], variables: Mapping[str, str] | None = None) -> str:

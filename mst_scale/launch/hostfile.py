@@ -30,7 +30,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from mst_scale.errors import UserError
-from mst_scale.launch.command_line import check_groups, quoted, read_options, seconds_in, split_config
+from mst_scale.launch.command_line import check_groups, quoted, read_options, seconds_in
 from mst_scale.launch.environment import SCRIPTS, carried_variables, load_cluster_settings
 from mst_scale.launch.node import ranks_of_node
 from mst_scale.launch.restarts import RESTARTS, keep_running
@@ -79,14 +79,13 @@ class Machines:
 
 def main(words: list[str]) -> int:
     """Read the options and run; return the exit code."""
-    options, rest = read_options(
+    options, config, arguments = read_options(
         words,
         __doc__,
         numbers={"--ssh-port": None, "--port": 29500, "--restarts": RESTARTS},
         texts={"--hostfile": None, "--launcher": "ssh", "--master": None},
         flags=["--dry-run"],
     )
-    config, arguments = split_config(rest)
     if options.launcher not in ("ssh", "pdsh"):
         raise UserError(f"--launcher {options.launcher}: choose ssh or pdsh")
     if options.hostfile is None:

@@ -30,7 +30,7 @@ from collections.abc import Callable
 
 from mst_scale.comm import free_port
 from mst_scale.errors import UserError
-from mst_scale.launch.command_line import check_groups, quoted, read_options, split_config
+from mst_scale.launch.command_line import check_groups, quoted, read_options
 from mst_scale.launch.elastic import FLAG, elastic_places, keep_changing
 from mst_scale.launch.environment import (
     default_processes,
@@ -46,14 +46,13 @@ from mst_scale.launch.supervisor import Supervisor, ask_ranks, say
 
 def main(words: list[str]) -> int:
     """Read the options and run; return the exit code."""
-    options, rest = read_options(
+    options, config, arguments = read_options(
         words,
         __doc__,
         numbers={"--processes": None, "--restarts": RESTARTS, "--port": None},
         texts={"--elastic": None, "--ranks-from": None},
         flags=["--dry-run"],
     )
-    config, arguments = split_config(rest)
     if options.elastic is not None:
         return _run_elastic(config, [FLAG, *arguments], options)
     if options.ranks_from is not None:

@@ -24,7 +24,7 @@ import sys
 from pathlib import Path
 
 from mst_scale.errors import UserError
-from mst_scale.launch.command_line import check_groups, quoted, read_options, split_config
+from mst_scale.launch.command_line import check_groups, quoted, read_options
 from mst_scale.launch.environment import (
     carried_variables,
     default_processes,
@@ -44,7 +44,7 @@ OTHER_ORDER_FIRST = ("-ppn", "--ppn")
 
 def main(words: list[str]) -> int:
     """Read the options and run; return the exit code."""
-    options, rest = read_options(
+    options, config, arguments = read_options(
         words,
         __doc__,
         numbers={"--processes": None, "--restarts": RESTARTS},
@@ -52,7 +52,6 @@ def main(words: list[str]) -> int:
         lists=["--mpi-option"],
         flags=["--dry-run"],
     )
-    config, arguments = split_config(rest)
     hostfile: str | None = options.hostfile
     if hostfile is not None and not os.path.isfile(hostfile):
         raise UserError(f"there is no hostfile {hostfile}")

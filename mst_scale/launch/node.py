@@ -33,7 +33,7 @@ def main(words: list[str]) -> int:
     return run(words[0], words[1:])
 
 
-def run(job: str, command: Sequence[str], variables: Mapping[str, str] | None = None) -> int:
+def run(job: str, command: Sequence[str]) -> int:
     """Run a command of a job and return its exit code."""
     supervisor = Supervisor(ask_ranks)  # before anybody can read the file, or the signal would end us
     pid_file = _pid_file(job, os.getpid())
@@ -43,7 +43,7 @@ def run(job: str, command: Sequence[str], variables: Mapping[str, str] | None = 
     try:
         # Slurm sends a signal to every process of a step. DeepSpeed's launcher would die of SIGUSR1, and its ranks with
         # it before they have saved; a rank sets a handler of its own.
-        return supervisor.run(command, variables=variables, ignored=(signal.SIGUSR1,))
+        return supervisor.run(command, ignored=(signal.SIGUSR1,))
     finally:
         pid_file.unlink(missing_ok=True)
 

@@ -41,7 +41,7 @@ from itertools import groupby
 
 from mst_scale.errors import UserError
 from mst_scale.launch import slurm_job
-from mst_scale.launch.command_line import check_groups, quoted, read_options, split_config
+from mst_scale.launch.command_line import check_groups, quoted, read_options
 from mst_scale.launch.elastic import FLAG, allowed, read_run
 from mst_scale.launch.environment import ROOT, SCRIPTS
 from mst_scale.launch.restarts import RESTARTS
@@ -50,7 +50,7 @@ from mst_scale.sparsity_variation import PHASES, Schedule
 
 def main(words: list[str]) -> int:
     """Read the options, and submit the jobs; a single one in place of this process."""
-    options, rest = read_options(
+    options, config, arguments = read_options(
         words,
         __doc__,
         numbers={
@@ -64,7 +64,6 @@ def main(words: list[str]) -> int:
         lists=["--sbatch"],
         flags=["--doctor", "--dry-run"],
     )  # fmt: skip
-    config, arguments = split_config(rest)
     if options.starter not in ("srun", "deepspeed"):
         raise UserError(f"--starter {options.starter}: choose srun or deepspeed")
     ranks, cpus = options.ranks_per_node, options.cpus_per_rank

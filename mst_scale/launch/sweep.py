@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from mst_scale.errors import UserError
-from mst_scale.launch.command_line import read_options, split_config
+from mst_scale.launch.command_line import read_options
 from mst_scale.launch.elastic import FLAG
 from mst_scale.launch.supervisor import Supervisor, forward, say
 from mst_scale.run_logging import run_file
@@ -40,7 +40,7 @@ LAUNCHERS = ("local", "hostfile", "mpi", "slurm")
 
 def main(words: list[str]) -> int:
     """Read the options and train; return 1 if a run failed."""
-    options, rest = read_options(
+    options, config, arguments = read_options(
         words,
         __doc__,
         texts={
@@ -49,8 +49,7 @@ def main(words: list[str]) -> int:
         lists=["--with-option"],
         flags=["--table", "--dry-run"],
     )  # fmt: skip
-    split_config(rest)
-    _check_rest(rest[1:])
+    _check_rest(arguments)
     launcher = getattr(options, "with").removesuffix(".sh")
     if launcher not in LAUNCHERS:
         raise UserError(f"--with {launcher}: choose local, hostfile, mpi or slurm")
@@ -61,7 +60,7 @@ def main(words: list[str]) -> int:
     methods, seeds, out = options.methods.split(","), options.seeds.split(","), Path(options.out)
 
     def words_of(method: str, seed: str, folder: Path) -> list[str]:
-        return [*rest, "--method", method, "--set", f"training.seed={seed}", "--out", str(folder)]
+        return [config, *arguments, "--method", method, "--set", f"training.seed={seed}", "--out", str(folder)]
 
     def command(method: str, seed: str, folder: Path) -> list[str]:
         chosen = ["--dry-run"] if options.dry_run else []
