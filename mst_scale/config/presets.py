@@ -41,6 +41,9 @@ MODELS: dict[str, dict[str, Any]] = {
 # above 1 (runs of 20, 25 and 28). After 28 at 0.26 M that is not established, and after 86 at 0.17 M dense training was
 # better (benchmarks/studies/gain-law.md, causal FLOPs). Runs of up to 23 tokens per parameter do not reach the limit.
 SPARSE_TOKENS = 20.0
+_LONG_ULTRA = {"max": 0.8, "warmup": 0, "ultra": 0.928571, "restore": 0.035714}
+_SEEDED = {"random_ratio": 1.0, "grown_moments": "active_mean"}
+_LONG_DECAY = {"lr_schedule": "wsd", "decay": 0.4}
 RECIPES: dict[str, dict[str, Any]] = {
     "paper": {"mst": {"method": "mst"}, "training": {"lr_schedule": "cosine"}},
     "mst-wsd": {"mst": {"method": "mst"}, "training": {"lr_schedule": "wsd"}},
@@ -48,50 +51,39 @@ RECIPES: dict[str, dict[str, Any]] = {
         "mst": {
             "method": "mst",
             "sparsity": {"max": 0.8, "sparse_tokens": SPARSE_TOKENS},
-            "topology": {"random_ratio": 1.0, "grown_moments": "active_mean"},
+            "topology": _SEEDED,
             "attention": {"stride": 0.25},
         },
-        "training": {"lr_schedule": "wsd", "decay": 0.4},
+        "training": _LONG_DECAY,
     },
     "mst-lean": {
         "mst": {
             "method": "mst",
-            "sparsity": {"max": 0.8, "warmup": 0, "ultra": 0.928571, "restore": 0.035714},
-            "topology": {"random_ratio": 1.0, "grown_moments": "active_mean"},
+            "sparsity": _LONG_ULTRA,
+            "topology": _SEEDED,
             "attention": {"stride": 0.25, "dense_from": 1.0},
         },
-        "training": {"lr_schedule": "wsd", "decay": 0.4},
+        "training": _LONG_DECAY,
     },
     "mst-small": {
         "mst": {
             "method": "mst",
             "sparsity": {"max": 0.8, "variation": "sparse"},
-            "topology": {"random_ratio": 1.0, "grown_moments": "active_mean"},
+            "topology": _SEEDED,
             "attention": {"pattern": "dense"},
             "compute": {"compact": "auto"},
         },
-        "training": {"lr_schedule": "wsd", "decay": 0.4},
+        "training": _LONG_DECAY,
     },
     "mst-channels": {
         "mst": {
             "method": "mst",
-            "sparsity": {
-                "max": 0.8,
-                "warmup": 0,
-                "ultra": 0.928571,
-                "restore": 0.035714,
-                "distribution": "uniform",
-            },
-            "topology": {
-                "policy": "static",
-                "granularity": "channel",
-                "random_ratio": 1.0,
-                "grown_moments": "active_mean",
-            },
+            "sparsity": {**_LONG_ULTRA, "distribution": "uniform"},
+            "topology": {"policy": "static", "granularity": "channel", **_SEEDED},
             "targets": {"lm_head": False},
             "attention": {"stride": 0.25, "dense_from": 1.0},
         },
-        "training": {"lr_schedule": "wsd", "decay": 0.4},
+        "training": _LONG_DECAY,
     },
 }
 

@@ -129,13 +129,12 @@ def stated(block: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any]
         key = f"{path}{name}"
         if value is None or value == "auto":
             continue
-        inner = any(known.startswith(f"{key}.") for known in _by_key())
-        if inner and not isinstance(value, Mapping):
-            raise UserError(f"{key} must be an object, not {json.dumps(value, default=str)}")
-        if inner and isinstance(value, Mapping):
+        if not any(known.startswith(f"{key}.") for known in _by_key()):
+            yield key, value
+        elif isinstance(value, Mapping):
             yield from stated(value, f"{key}.")
         else:
-            yield key, value
+            raise UserError(f"{key} must be an object, not {json.dumps(value, default=str)}")
 
 
 def check_supported(deepspeed: Mapping[str, Any], mst: MSTConfig) -> list[str]:
