@@ -75,6 +75,11 @@ def add_command(
     return command
 
 
+def values_of(args: argparse.Namespace, *names: str) -> dict[str, Any]:
+    """Return the values of these options by name, as arguments of a function with the same names."""
+    return {name: getattr(args, name) for name in names}
+
+
 def align(rows: Sequence[Sequence[str]], left: Sequence[int]) -> list[str]:
     """Format rows as lines with aligned columns: those in `left` are left-aligned, all others right-aligned."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mst_scale.cli import add_command, align
+from mst_scale.cli import add_command, align, values_of
 from mst_scale.cli.data import parse_bytes
 from mst_scale.comm.parser import at_least, validate_folder
 from mst_scale.dead_units import format_counts
@@ -230,6 +230,8 @@ examples:
   mst export runs/demo compact/demo --compact
   mst export runs/gpt2 exported/gpt2-24 --pattern 2:4 --method sparsegpt --calibration corpora/openwebtext
 """
+OF_EXPORT = ("dtype", "tokenizer", "config")
+OF_PRUNING = ("prune", "method", "pattern", "calibration", "calibration_sequences")
 
 
 def _add_export(subparsers: Any) -> None:
@@ -259,19 +261,7 @@ def _export(args: argparse.Namespace) -> int:
     validate_folder("OUT", args.out)
     if args.compact:
         return _export_compact(args)
-    done = export(
-        args.checkpoint,
-        args.out,
-        prune=args.prune,
-        method=args.method,
-        pattern=args.pattern,
-        calibration=args.calibration,
-        calibration_sequences=args.calibration_sequences,
-        dtype=args.dtype,
-        shard_bytes=args.shard_size,
-        tokenizer=args.tokenizer,
-        config=args.config,
-    )
+    done = export(args.checkpoint, args.out, shard_bytes=args.shard_size, **values_of(args, *OF_EXPORT, *OF_PRUNING))
     if args.json:
         print(json.dumps(done.to_dict()))
         return 0
@@ -303,19 +293,12 @@ def _export(args: argparse.Namespace) -> int:
 def _export_compact(args: argparse.Namespace) -> int:
     from mst_scale.compact_files.export import export_compact
 
-    given = ("prune", "method", "pattern", "calibration", "calibration_sequences")
-    if name := next((name for name in given if getattr(args, name) is not None), None):
+    if name := next((name for name in OF_PRUNING if getattr(args, name) is not None), None):
         raise UserError(
             f"--{name.replace('_', '-')} cannot be combined with --compact: export a pruned folder first, and then "
             "that folder with --compact"
         )
-    done = export_compact(
-        args.checkpoint,
-        args.out,
-        dtype=args.dtype,
-        tokenizer=args.tokenizer,
-        config=args.config,
-    )
+    done = export_compact(args.checkpoint, args.out, **values_of(args, *OF_EXPORT))
     if args.json:
         print(json.dumps(done.to_dict()))
         return 0

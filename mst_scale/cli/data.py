@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import argparse
 import json
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from mst_scale.cli import add_command
+from mst_scale.cli import add_command, values_of
 from mst_scale.comm.parser import validate_folder
 from mst_scale.errors import UserError, format_value
 
@@ -78,19 +79,8 @@ def run(args: argparse.Namespace) -> int:
     from mst_scale.data.prepare import prepare
     from mst_scale.data.recipe import PACKAGE, STDLIB, Recipe
 
-    recipe = Recipe(
-        source=args.source or STDLIB,
-        tokenizer=args.tokenizer,
-        text_key=args.text_key,
-        val_fraction=args.val_fraction,
-        max_bytes=args.max_bytes,
-        seed=args.seed,
-        subset=args.subset,
-        split=args.split,
-        val_split=args.val_split,
-        revision=args.revision,
-        stream=args.stream,
-    )
+    options = [field.name for field in fields(Recipe) if field.name != "source"]
+    recipe = Recipe(args.source or STDLIB, **values_of(args, *options))
     source = recipe.paths[0].removeprefix(PACKAGE)
     out = Path(args.out or Path("corpora", f"{_plain(source)}-{_plain(recipe.tokenizer_name)}"))
     validate_folder("--out", out)

@@ -267,25 +267,20 @@ def _three_digits(gflops: float) -> str:
 def _paper() -> dict[str, Any]:
     from mst_scale.flops import paper_table
 
-    bert = paper_table.bert()
-    rows = []
-    ours = paper_table.rows()
+    bert, ours = paper_table.bert(), paper_table.rows()
     dense = ours["dense"]
-    for method, (label, printed) in paper_table.PRINTED.items():
-        rows.append({"method": method, "paper_name": label, "paper_gflops": printed, **_row(ours[method], dense)})
     return {
-        "rows": rows,
+        "rows": [
+            {"method": method, "paper_name": label, "paper_gflops": printed, **_row(ours[method], dense)}
+            for method, (label, printed) in paper_table.PRINTED.items()
+        ],
         "misprint": paper_table.MISPRINT,
         "related": [
             {
-                "name": one.name,
-                "quoted": one.quoted,
-                "model": one.model,
-                "method": one.method,
+                **{key: getattr(one, key) for key in ("name", "quoted", "model", "method", "why")},
                 "reduction": None if run is None else run.reduction("paper"),
                 "reduction_causal": None if run is None else run.reduction("causal"),
                 "reduction_gpt2": None if small is None else small.reduction("paper"),
-                "why": one.why,
             }
             for one, run, small in paper_table.related()
         ],

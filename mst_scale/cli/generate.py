@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from mst_scale.cli import add_command
+from mst_scale.cli import add_command, values_of
 from mst_scale.errors import UserError
 
 TEXT = """\
@@ -70,14 +70,8 @@ def run(args: argparse.Namespace) -> int:
     done = generate(
         args.model,
         args.prompt,
-        tokens=args.tokens,
-        temperature=args.temperature,
-        top_p=args.top_p,
-        seed=args.seed,
-        dtype=args.dtype,
-        tokenizer=args.tokenizer,
-        config=args.config,
         stream=say if args.stream else None,
+        **values_of(args, "tokens", "temperature", "top_p", "seed", "dtype", "tokenizer", "config"),
     )
     if args.json:
         print(json.dumps(done.to_dict()))
