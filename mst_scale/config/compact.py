@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from itertools import groupby
 from typing import Any
 
 from mst_scale.comm import ParallelDims
@@ -88,19 +89,14 @@ def stretches(experiment: Experiment, why: Callable[[Experiment], str | None] = 
     mst, total = experiment.mst, experiment.training.steps
     if mst.compute.compact == "off" or mst.stays_dense:
         return []
-    ends: list[tuple[int, int, float]] = []
-    for segment in experiment.schedule.segments():
-        first = segment.start
-        if ends and ends[-1][2] == segment.sparsity:
-            first = ends.pop()[0]
-        ends.append((first, segment.stop, segment.sparsity))
-    if len(ends) == 1 or experiment.model.arch != "gpt":
+    runs = [[*segments] for _, segments in groupby(experiment.schedule.segments(), lambda one: one.sparsity)]
+    if len(runs) == 1 or experiment.model.arch != "gpt":
         return []
     least = max(LEAST_STEPS, round(LEAST_SHARE * total))
     found = [
-        Stretch(first, total if stop == total else stop - 1)
-        for first, stop, sparsity in ends
-        if sparsity >= LEAST_SPARSITY
+        Stretch(run[0].start, total if run[-1].stop == total else run[-1].stop - 1)
+        for run in runs
+        if run[0].sparsity >= LEAST_SPARSITY
     ]
     long = [one for one in found if one.last - one.first >= least]
     return [one for one in long if why(replace(experiment, trains=(one.first, one.last))) is None]
