@@ -64,8 +64,8 @@ def test_a_full_disk_does_not_end_a_run(tmp_path, monkeypatch, caplog):
     def full(path, text):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(store, "write_atomically", full)
     tasks, experiment = tasks_of_a_run(tmp_path)
+    monkeypatch.setattr(store, "write_atomically", full)
     assert tasks.at(Engine(GPT(experiment.model)), 3)["eval/ptb/token_perplexity"] > 1
     assert "the run continues without it" in caplog.text
 
