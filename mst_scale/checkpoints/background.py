@@ -194,7 +194,7 @@ class BackgroundSaves:
             outcome = self._look()
             if outcome == _BUSY and time.monotonic() - began > self.limit:
                 outcome = f"it was not written within {self.limit / 60:g} minutes"
-            outcomes = self._gather(outcome)
+            outcomes = self.ranks.all(outcome)
             failed = [(rank, error) for rank, error in enumerate(outcomes) if error not in (None, _BUSY)]
             # a copy that one rank cannot keep in memory does not end the processes of the others
             if (failed and kept is None) or _BUSY not in outcomes:
@@ -248,13 +248,6 @@ class BackgroundSaves:
                 raise
         assert self.snapshot is not None
         return self.snapshot
-
-    def _gather(self, outcome: str | None) -> list[str | None]:
-        import torch.distributed as dist
-
-        outcomes: list[Any] = [None] * self.ranks.world_size
-        dist.all_gather_object(outcomes, outcome, group=self.ranks.control)
-        return outcomes
 
     def _look(self) -> str | None:
         """Return the outcome of the pending save on this rank, so far."""

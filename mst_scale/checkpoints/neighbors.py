@@ -70,13 +70,9 @@ class Ring:
     """
 
     def __init__(self, ranks: Ranks, hosts: list[str]):
-        import torch.distributed as dist
-
         self.listener = ranks.agree(_open_port)
         self.key: bytes = ranks.on_first(lambda: os.urandom(32))
-        places: list[Any] = [None] * ranks.world_size
-        mine = (ranks.agree(_own_address), self.listener.getsockname()[1])
-        dist.all_gather_object(places, mine, group=ranks.control)
+        places = ranks.all((ranks.agree(_own_address), int(self.listener.getsockname()[1])))
         number = neighbor_of(ranks.rank, hosts)
         address, port = places[number]
         self.neighbor = Neighbor(hosts[number], address, port, self.key)

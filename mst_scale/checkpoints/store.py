@@ -73,7 +73,8 @@ def save(
         digests = ranks.agree(lambda: digests_of(draft, _share(names, ranks)))
         ranks.on_first(lambda: None)  # every rank has read its share back
         about = describe(engine, ranks, step=step, batch=batch, micro=micro, optimizer=optimizer, sizes=sizes)
-        _seal(draft, final, digests, ranks, {**about, **more})
+        files = {name: entry for share in ranks.all(digests) for name, entry in share.items()}
+        ranks.on_first(lambda: seal_files(draft, final, {**about, **more, "files": files}))
     except (OSError, FailedElsewhere):
         if ranks.first:
             shutil.rmtree(draft, ignore_errors=True)
@@ -371,16 +372,6 @@ def digests_of(draft: Path, names: list[str]) -> dict[str, dict[str, Any]]:
             if hasattr(os, "posix_fadvise"):  # what is read again comes from the disk
                 os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
     return digests
-
-
-def _seal(draft: Path, final: Path, digests: dict[str, Any], ranks: Ranks, head: dict[str, Any]) -> None:
-    import torch.distributed as dist
-
-    shares: list[Any] = [None] * ranks.world_size
-    dist.all_gather_object(shares, digests, group=ranks.control)
-    files = {name: entry for share in shares for name, entry in share.items()}
-
-    ranks.on_first(lambda: seal_files(draft, final, {**head, "files": files}))
 
 
 def seal_files(draft: Path, final: Path, manifest: dict[str, Any]) -> None:

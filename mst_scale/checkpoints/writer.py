@@ -17,7 +17,6 @@ needs one finds out which copies are complete.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import json
 import os
 import shutil
@@ -35,6 +34,7 @@ from mst_scale.checkpoints import store
 from mst_scale.checkpoints.memory_writer import MemoryJob, MemoryWriter
 from mst_scale.checkpoints.neighbors import Listen, listen
 from mst_scale.comm import logger, speak
+from mst_scale.comm.exits import signal_at_end_of_parent
 from mst_scale.snapshot import CapturedFile
 
 REPORTS = "reports"  # a folder in the draft, with one file per rank until it is sealed
@@ -42,7 +42,6 @@ IGNORED = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 """Signals that are sent to whole jobs; the rank that gets them waits for this process."""
 POLL_SECONDS = 0.05
 NICENESS = 10  # training comes first
-PR_SET_PDEATHSIG = 1  # prctl(2)
 
 
 @dataclass(frozen=True)
@@ -180,8 +179,7 @@ def _complete(job: Job, draft: Path, final: Path, files: dict[str, Any], more: d
 
 def _end_with(parent: int) -> None:
     """Let the kernel end this process with the one that started it."""
-    with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    signal_at_end_of_parent(signal.SIGKILL)
     if os.getppid() != parent:
         os._exit(1)
 

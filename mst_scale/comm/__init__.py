@@ -1,11 +1,10 @@
 """Communication between the ranks of a run: process groups, agreement on errors, detection of lost ranks, exits.
 
 launch     reads the launcher's environment and finds a free port
-rendezvous the port of deepspeed.init_distributed, and one line if it is taken
 messages   logging: messages of rank 0, errors of every rank
 exits      ends a rank with one line and an exit code
 groups     creates process groups by name
-ranks      all ranks of a run: shared decisions, errors and exits
+ranks      all ranks of a run: their rendezvous, shared decisions and errors
 mesh       pipeline, data, sequence and tensor parallelism
 exchange   the small all-reduces of masks; errors that all ranks raise together
 watchdog   detects a rank that is lost or makes no progress, and ends the others

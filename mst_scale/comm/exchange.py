@@ -137,31 +137,20 @@ class Exchanges:
         return reduced
 
 
-class Stages:
+class Stages(Exchange):
     """One rank of each pipeline stage, in order; only this rank if there is no pipeline (`group` is None).
 
     A stage only knows its own layers. These methods combine what all stages know.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None):
-        self.group, self._exchange = group, Exchange(group)
-
-    def each(self, mine: T) -> list[T]:
-        """Gather one value of each stage, in the order of the stages."""
-        return self._exchange.all(mine)
-
-    def agree(self, run: Callable[[], T]) -> T:
-        """Call `run` on every stage and return this one's result, or raise the error of the first that failed."""
-        return self._exchange.agree(run)
-
     def joined(self, mine: Mapping[str, T]) -> dict[str, T]:
         """Return the entries of all stages, in layer order. A tied layer is in two stages, with the same value."""
-        return {name: value for known in self.each(dict(mine)) for name, value in known.items()}
+        return {name: value for known in self.all(dict(mine)) for name, value in known.items()}
 
     def added(self, mine: Mapping[str, tuple[int, int]]) -> dict[str, tuple[int, int]]:
         """Return the element-wise sums over stages of pairs of counts."""
         total: dict[str, tuple[int, int]] = {}
-        for known in self.each(dict(mine)):
+        for known in self.all(dict(mine)):
             for kind, (some, of) in known.items():
                 before = total.get(kind, (0, 0))
                 total[kind] = (before[0] + some, before[1] + of)

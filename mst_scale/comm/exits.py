@@ -14,6 +14,7 @@ import sys
 import threading
 import time
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -148,9 +149,14 @@ def end_with_launcher() -> None:
     """
     if not any(name in os.environ for name in LAUNCHER_VARIABLES):
         return
-    with contextlib.suppress(OSError, AttributeError):  # Linux: wakes up a rank that is stopped, too
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGCONT, 0, 0, 0)
+    signal_at_end_of_parent(signal.SIGCONT)  # wakes up a rank that is stopped, too
     threading.Thread(target=_await_end_of, args=(os.getppid(),), name="mst_scale launcher", daemon=True).start()
+
+
+def signal_at_end_of_parent(number: int) -> None:
+    """Let the kernel send this process a signal when the one that started it ends, on Linux."""
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, number, 0, 0, 0)
 
 
 def _await_end_of(launcher: int) -> None:
@@ -189,6 +195,17 @@ def leave(code: Any) -> NoReturn:
         sys.stdout.flush()
         sys.stderr.flush()
     os._exit(code)
+
+
+def on_uncaught(handle: Callable[[BaseException], bool | None]) -> None:
+    """Call `handle` with an error that ends this process, before it is printed; if it returns True, it is not."""
+    before = sys.excepthook
+
+    def hook(kind: Any, error: BaseException, trace: Any) -> None:
+        if not handle(error):
+            before(kind, error, trace)
+
+    sys.excepthook = hook
 
 
 def thread_failed(failure: threading.ExceptHookArgs) -> None:

@@ -43,17 +43,10 @@ class _Terminal(logging.StreamHandler[Any]):
         super().__init__()
         self.setFormatter(logging.Formatter("mst_scale: %(message)s"))
 
-    @property
-    def stream(self) -> Any:
-        return sys.stderr
-
-    @stream.setter
-    def stream(self, stream: Any) -> None:
-        pass  # StreamHandler's constructor assigns the stderr of that moment
-
     def emit(self, record: logging.LogRecord) -> None:
         if any(_prints(handler, record) for handler in logging.getLogger().handlers):
             return
+        self.stream = sys.stderr
         if may_rewrite(self.stream):
             self.stream.write("\r\x1b[K")
         super().emit(record)

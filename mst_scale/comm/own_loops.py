@@ -12,13 +12,13 @@ from __future__ import annotations
 import itertools
 import json
 import os
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing import util
 from typing import Any
 
 from mst_scale.comm import watchdog
+from mst_scale.comm.exits import on_uncaught
 from mst_scale.comm.groups import bound_existing_groups, bound_later_groups, timeout_of
 from mst_scale.comm.launch import adopt, timeout
 from mst_scale.comm.messages import logger
@@ -75,7 +75,7 @@ def watch(done: Callable[[], bool]) -> None:
     watching.start(RanksOfStore(rank, local_rank, dist.get_world_size(), f"mst_scale/watch/{next(_starts)}"))
     # also at the end of a process of multiprocessing, where atexit is not called
     util.Finalize(None, watching.close, exitpriority=BEFORE_OTHERS)
-    _explain_errors(watching)
+    on_uncaught(watching.explain)  # names the lost rank, or tells the others that this one ends with an error
 
 
 @dataclass(frozen=True)
@@ -119,14 +119,3 @@ class RanksOfStore:
         from torch.distributed.distributed_c10d import _get_default_store
 
         return _get_default_store()
-
-
-def _explain_errors(watching: Watch) -> None:
-    """Name the lost rank when a collective of this one fails, and tell the others when this one ends with an error."""
-    before = sys.excepthook
-
-    def hook(kind: Any, error: BaseException, trace: Any) -> None:
-        watching.explain(error)
-        before(kind, error, trace)
-
-    sys.excepthook = hook

@@ -8,21 +8,23 @@ no rank waits for one that has failed.
 from __future__ import annotations
 
 import contextlib
+import functools
 import io
 import itertools
 import math
 import os
+import sys
 import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from datetime import timedelta
+from types import ModuleType
 from typing import Any, NamedTuple, NoReturn, TypeVar
 
-from mst_scale.comm.exits import FailedElsewhere, exit_code, is_plain
+from mst_scale.comm.exits import FailedElsewhere, exit_code, is_plain, on_uncaught, one_line
 from mst_scale.comm.groups import bound_later_groups, new_group
-from mst_scale.comm.launch import complete_environment, timeout
+from mst_scale.comm.launch import complete_environment, timeout, under_mpi
 from mst_scale.comm.messages import logger, speak
-from mst_scale.comm.rendezvous import unreachable
 from mst_scale.compiled.first_use import announced
 
 T = TypeVar("T")
@@ -64,12 +66,8 @@ class Ranks:
         If it fails on any rank, all ranks raise: the lowest rank on which it failed raises its error, and all others
         raise `FailedElsewhere`.
         """
-        import torch.distributed as dist
-
         value, error = self._attempt(run)
-        verdicts: list[Any] = [None] * self.world_size
-        dist.all_gather_object(verdicts, error, group=self.control)
-        for rank, verdict in enumerate(verdicts):
+        for rank, verdict in enumerate(self.all(error)):
             if verdict is not None:
                 self._fail(verdict, rank)
         return value
@@ -77,6 +75,14 @@ class Ranks:
     def fail(self, error: Exception) -> NoReturn:
         """Raise an error that all ranks have; rank 0 prints it."""
         self._fail(error, 0)
+
+    def all(self, mine: T) -> list[T]:
+        """Return the objects of all ranks, in rank order."""
+        import torch.distributed as dist
+
+        found: list[Any] = [None] * self.world_size
+        dist.all_gather_object(found, mine, group=self.control)
+        return found
 
     def any(self, flag: bool) -> bool:
         """Return whether the flag is set on any rank."""
@@ -192,6 +198,60 @@ def _without_inference_operator(compatible: dict[str, bool]) -> Iterator[None]:
         yield
     finally:
         compatible[name] = before
+
+
+# --- the rendezvous ---
+
+
+class Unreachable(OSError):
+    """The ranks cannot meet at the address and port that they were given."""
+
+
+def unreachable(error: BaseException) -> Unreachable:
+    """Return the error of a failed rendezvous, which says where it was and what to do."""
+    address = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+    return Unreachable(
+        f"cannot meet the other ranks at {address} ({one_line(error)}); "
+        "if the port is taken, choose another (--master_port)"
+    )
+
+
+def install(deepspeed: ModuleType) -> None:
+    """Make `init_distributed` of the package `deepspeed` use a free port, and fail with an error of one line.
+
+    `deepspeed.initialize` calls it too. It always takes port 29500 unless a launcher or a user states another one, so a
+    second run on the same machine would end with a traceback, or its ranks would join the first run's store.
+    """
+    plain = deepspeed.comm.init_distributed
+
+    @functools.wraps(plain)
+    def init_distributed(*given: Any, **named: Any) -> Any:
+        import torch.distributed as dist
+
+        if dist.is_initialized() or given[5:6] not in ((), (None,)) or named.get("init_method") is not None:
+            return plain(*given, **named)
+        if not under_mpi():
+            complete_environment()
+        try:
+            return plain(*given, **named)
+        except dist.DistNetworkError as error:
+            on_uncaught(_printed)
+            raise unreachable(error) from None
+
+    modules: Any = (deepspeed, deepspeed.comm)
+    for module in modules:
+        module.init_distributed = init_distributed
+
+
+def _printed(error: BaseException) -> bool:
+    """Print an error of the rendezvous in one line; return whether it was one."""
+    printed = isinstance(error, Unreachable) and not hasattr(sys, "ps1")
+    if printed:
+        print(f"mst_scale: {error}", file=sys.stderr, flush=True)
+    return printed
+
+
+# --- votes ---
 
 
 class Verdict(NamedTuple):

@@ -64,14 +64,10 @@ class Stragglers:
 
     def look(self) -> Straggler | None:
         """Return the slowest rank if it is much slower than the others and was not reported lately, on all ranks."""
-        import torch.distributed as dist
-
         if len(self._steps) < LOOK_EVERY or self.ranks.world_size == 1:
             return None
-        mine = (statistics.median(self._steps), f"{socket.gethostname()}, process {os.getpid()}")
+        found = self.ranks.all((statistics.median(self._steps), f"{socket.gethostname()}, process {os.getpid()}"))
         self._steps = []
-        found: list[Any] = [None] * self.ranks.world_size
-        dist.all_gather_object(found, mine, group=self.ranks.control)
         slowest = max(range(len(found)), key=lambda rank: found[rank][0])
         others = statistics.median(seconds for rank, (seconds, _) in enumerate(found) if rank != slowest)
         seconds, where = found[slowest]

@@ -42,11 +42,15 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NoReturn, Protocol
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from mst_scale.comm.exits import FailedElsewhere, report_failed
 from mst_scale.comm.launch import timeout
 from mst_scale.comm.messages import logger
+
+if TYPE_CHECKING:
+    from mst_scale.comm.own_loops import RanksOfStore
+    from mst_scale.comm.ranks import Ranks
 
 MEET_SECONDS = 60.0
 NEWS_SECONDS = 3.0  # from the failure of a collective to the message about the lost rank
@@ -63,21 +67,6 @@ KEEP_ALIVE = (("TCP_KEEPIDLE", 10), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 6))  #
 NAMED_BY_ANOTHER = 2.0  # s before a frozen rank 0 is killed by a rank that does not name it
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 ADVICE = "; the same command continues from the latest complete checkpoint"
-
-
-class _Meeting(Protocol):
-    """The operations that connecting the ranks needs; `comm.Ranks` has them."""
-
-    @property
-    def rank(self) -> int: ...
-    @property
-    def local_rank(self) -> int: ...
-    @property
-    def world_size(self) -> int: ...
-    @property
-    def first(self) -> bool: ...
-    def on_first(self, run: Callable[[], Any]) -> Any: ...
-    def any(self, flag: bool) -> bool: ...
 
 
 class Peer:
@@ -118,7 +107,7 @@ class Watch:
     def __init__(self, advice: str = ADVICE, done: Callable[[], bool] = lambda: False) -> None:
         self.advice, self.done = advice, done
         self.world: Any = None  # the default process group; once it is destroyed, ranks are no longer watched
-        self.ranks: _Meeting | None = None
+        self.ranks: Ranks | RanksOfStore | None = None
         self.pid = os.getpid()  # a forked child, such as a worker that loads data, has copies of the connections
         self.first = ""  # host and process of rank 0
         self.lost: str | None = None
@@ -130,7 +119,7 @@ class Watch:
         self.verdict_at: float | None = None  # on rank 0: when to name the ranks that a collective waits for
         self.signals: socket.socket | None = None  # receives the numbers of incoming signals
 
-    def start(self, ranks: _Meeting) -> None:
+    def start(self, ranks: Ranks | RanksOfStore) -> None:
         """Connect to rank 0; if a rank cannot connect, no rank is monitored, and an error is logged."""
         import torch.distributed as dist
 

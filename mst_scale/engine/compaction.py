@@ -68,7 +68,7 @@ def make_compact(
     if reason is None:
         targets = stages.agree(lambda: choose_targets(model, experiment.mst.targets))
         why = next((why for name, p in targets.items() if (why := _why_layer_stays(model, name, p))), None)
-        reason = next((of_stage for of_stage in stages.each(why) if of_stage is not None), None)
+        reason = next((of_stage for of_stage in stages.all(why) if of_stage is not None), None)
     if reason is not None and experiment.trains is not None:
         return parameters  # of a run whose storage changes: it has said when
     if reason is not None:
@@ -186,7 +186,7 @@ def _convert(
                 module.head_product = _Head(index)
                 if hasattr(module, "head_loss"):
                     module.head_loss = module.head_product.loss
-    _check_ties(stages.each(digests))
+    _check_ties(stages.all(digests))
     return made
 
 

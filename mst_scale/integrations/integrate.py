@@ -233,14 +233,12 @@ def _without_ours(config: dict[str, Any]) -> dict[str, Any]:
 
 def _print_usage_errors_in_one_line(integration: Integration) -> None:
     """Make a UserError end all ranks of the program with one line on one of them."""
-    before = sys.excepthook
 
-    def hook(kind: Any, error: BaseException, trace: Any) -> None:
+    def end(error: BaseException) -> None:
         integration.failed = True
         if isinstance(error, UserError) and not hasattr(sys, "ps1"):
             if isinstance(sys.stderr, io.StringIO):  # torch's hook captures stderr until this one returns
                 sys.stderr = sys.__stderr__
             exits.end(error, on_all_ranks=True)
-        before(kind, error, trace)
 
-    sys.excepthook = hook
+    exits.on_uncaught(end)

@@ -110,8 +110,7 @@ class Verification:
                 computed = self._recompute(self.recomputation)
         changed = _changed(self._before, _digests_by_name(v for v in self._values() if v.constant)) if memory else []
         self._before = {}
-        reports: list[Any] = [None] * self.ranks.world_size
-        dist.all_gather_object(reports, (self._host, computed, changed), group=self.ranks.control)
+        reports = self.ranks.all((self._host, computed, changed))
         computing = [_Report(rank, host, found) for rank, (host, found, _) in enumerate(reports) if found]
         keeping = [_Report(rank, host, found) for rank, (host, _, found) in enumerate(reports) if found]
         if keeping:
@@ -157,8 +156,7 @@ class Verification:
         now = {value.name: found[value.name] for value in self._mask_values()}
         self._masks = (int(self.engine.mst.changed_at), now)
         changed = _changed(before, now) if changed_at == self._masks[0] else []
-        reports: list[Any] = [None] * self.ranks.world_size
-        dist.all_gather_object(reports, (self._host, changed), group=self.ranks.control)
+        reports = self.ranks.all((self._host, changed))
         wrong = [_Report(rank, host, names) for rank, (host, names) in enumerate(reports) if names]
         if wrong:
             what = "changed in memory since the verification before, without a topology step"
@@ -167,16 +165,12 @@ class Verification:
     def _compare_replicas(self, step: int, found: Mapping[str, int]) -> None:
         """Compare replicated values: one number per rank, and all of them only if these differ."""
         total = int(digest(torch.tensor(list(found.values()), dtype=torch.int64)))
-        mine = torch.tensor([self._replica, total])
-        totals = [torch.zeros_like(mine) for _ in range(self.ranks.world_size)]
-        dist.all_gather(totals, mine, group=self.ranks.control)
         of_group: dict[int, set[int]] = defaultdict(set)
-        for replica, value in torch.stack(totals).tolist():
+        for replica, value in self.ranks.all((self._replica, total)):
             of_group[replica].add(value)
         if all(len(different) == 1 for different in of_group.values()):
             return
-        reports: list[Any] = [None] * self.ranks.world_size
-        dist.all_gather_object(reports, (self._host, self._replica, dict(found)), group=self.ranks.control)
+        reports = self.ranks.all((self._host, self._replica, dict(found)))
         for replica in of_group:
             mates = {rank: values for rank, (_, group, values) in enumerate(reports) if group == replica}
             if (name := first_difference(mates)) is not None:

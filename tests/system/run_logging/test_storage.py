@@ -168,7 +168,7 @@ def test_the_time_of_a_save_is_logged(tmp_path):
 
 def bad_disk(rank, world, folder):
     """What the disk gives back of the third checkpoint is not what was written."""
-    ranks, seal, folder = alone(), store._seal, Path(folder)
+    ranks, seal, folder = alone(), store.seal_files, Path(folder)
 
     def spoil(draft, final, *others):
         seal(draft, final, *others)
@@ -176,13 +176,13 @@ def bad_disk(rank, world, folder):
 
     for step in (1, 2):
         store.save(Engine(), folder, ranks, step=step, batch=8, micro=2, keep=1, state={})
-    store._seal = spoil
+    store.seal_files = spoil
     try:
         store.save(Engine(), folder, ranks, step=3, batch=8, micro=2, keep=1, state={})
     except OSError as error:
         return str(error), store.newest(folder, ranks)
     finally:
-        store._seal = seal
+        store.seal_files = seal
 
 
 def test_an_old_checkpoint_is_deleted_only_after_the_newer_one_was_verified(tmp_path):
