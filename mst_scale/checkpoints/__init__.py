@@ -2,18 +2,15 @@
 
 store         atomic folders, sealed with digests; finds the latest complete one
 background    asynchronous saves: a copy in memory, and the process that writes it
-writer        that process: writes, digests, reads back, seals, removes older ones
+writer        that process: writes, digests, reads back, seals, removes older ones; keeps copies in memory
 memory_copies copies in a host's memory that outlive the run's processes: the files of each rank's part
-memory_writer keeps them: what the writer does with a copy that stays in memory
 neighbors     sends parts to the writers of another host, and keeps what arrives
 model_config  the configuration of a transformers model, for export and evaluation
-mask_files    mask files, written and read next to DeepSpeed's own files
+mask_files    mask files with their schedule, written and read next to DeepSpeed's own files
 mask_state    the masks of a run on this rank, and everything that a checkpoint stores about them
-schedules     the schedule in mask files, as JSON
 open_masks    masks as a file that other tools read and write
 multiplied    the weights of methods whose layers multiply by a function of the stored tensor
 mask_report   a report on a checkpoint's masks (mst inspect)
-dense_form    a checkpoint of compact storage as whole matrices
-reshape       a copy for any number of ranks and any ZeRO stage (mst reshape)
+reshape       a copy for any number of ranks and any ZeRO stage (mst reshape), also of compact storage
 warm_start    weights, masks and step without optimizer states
 """

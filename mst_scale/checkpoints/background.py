@@ -27,8 +27,7 @@ from typing import Any, NamedTuple
 
 import mst_scale
 from mst_scale.checkpoints import memory_copies, store
-from mst_scale.checkpoints.memory_copies import Copy
-from mst_scale.checkpoints.memory_writer import MemoryJob
+from mst_scale.checkpoints.memory_copies import Copy, MemoryJob
 from mst_scale.checkpoints.neighbors import Listen, Ring
 from mst_scale.checkpoints.writer import IGNORED, Job
 from mst_scale.comm import FailedElsewhere, Ranks, logger, timeout

@@ -14,24 +14,30 @@ run, is rejected by name. The files hold no pickles, so that `mst inspect` runs 
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import hashlib
 import json
+import math
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import torch
+from pydantic import TypeAdapter, ValidationError
 from safetensors import SafetensorError, safe_open
 
 from mst_scale import snapshot
-from mst_scale.checkpoints import schedules
+from mst_scale.checkpoints import store
 from mst_scale.checkpoints.mask_state import MaskState
 from mst_scale.comm import Damaged
 from mst_scale.errors import UserError
-from mst_scale.mixed_growing.masks import StoredMask
+from mst_scale.mixed_growing import packed_bits
+from mst_scale.mixed_growing.masks import StoredMask, assemble
 from mst_scale.shard import Cut, Shard
+from mst_scale.sparsity_variation import PHASES, Schedule
 
 FOLDER = "mst"
 FORMAT = "mst_scale masks 1"
@@ -81,7 +87,7 @@ def describe(
         "phase": str(point.phase),
         "target_sparsity": state.sparsity if state.given else point.sparsity,
         "seed": state.seed,
-        "schedule": schedules.to_json(state.schedule),
+        "schedule": schedule_to_json(state.schedule),
         "granularity": state.granularity,
         "files": files,
         "names": list(digests),
@@ -141,6 +147,18 @@ class Masks:
         """Return the shards of a parameter, in rank order."""
         return [shards[name] for shards in self.ranks if name in shards]  # a stage of a pipeline has its layers only
 
+    def whole(self, name: str) -> torch.Tensor:
+        """Return the mask of a parameter, as bool in its shape."""
+        shards = self.shards(name)
+        shape = shards[0].shard.shape
+        return packed_bits.unpack(assemble(shards, name), math.prod(shape)).view(shape)
+
+
+def are_expected(checkpoint: Path) -> bool:
+    """Return whether a checkpoint was saved with masks, as its manifest says; True if it has none."""
+    manifest = store.head(checkpoint)
+    return manifest is None or any(name.startswith(f"{FOLDER}/") for name in manifest["files"])
+
 
 def restore(checkpoint: Path, state: MaskState, saved: Mapping[str, Any] | None) -> None:
     """Take the masks of a checkpoint, re-sliced to this rank, on all ranks together.
@@ -193,14 +211,14 @@ def _fitting(checkpoint: Path, state: MaskState, saved: Mapping[str, Any] | None
         raise UserError(f"{checkpoint} has masks for other parameters: restore mst.targets and the model")
     before = {"granularity": "element", **found.head}  # files from before there were blocks do not say
     same = {
-        "schedule": schedules.is_same_until(before["schedule"], state.schedule, int(found.head["step"])),
+        "schedule": is_same_until(before["schedule"], state.schedule, int(found.head["step"])),
         "seed": before["seed"] == state.seed,
         "granularity": before["granularity"] == state.granularity,
     }
-    course, step = schedules.from_json(before["schedule"]), int(found.head["step"])
+    course, step = schedule_from_json(before["schedule"]), int(found.head["step"])
     if not same["schedule"] and course is not None:
         with_its_interval = replace(state.schedule, interval=course.interval)
-        if schedules.is_same_until(before["schedule"], with_its_interval, step):
+        if is_same_until(before["schedule"], with_its_interval, step):
             raise UserError(
                 f"{checkpoint} was trained with a topology step every {course.interval} steps, and this run would have "
                 f"one every {state.schedule.interval}: set mst.topology.interval to {course.interval}"
@@ -313,3 +331,58 @@ def _shard(name: str, entry: Mapping[str, Any]) -> Shard:
         rows, columns = (tuple((int(a), int(b)) for a, b in entry[axis]) for axis in ("rows", "columns"))
         cut = Cut(cut.shape, rows, columns)
     return Shard(name, cut, entry["start"], entry["numel"])
+
+
+# --- the schedule in a file ---
+
+
+def schedule_to_json(schedule: Schedule) -> dict[str, Any]:
+    """Return a schedule in the form in which JSON returns it: with lists instead of tuples."""
+    found: dict[str, Any] = json.loads(json.dumps(asdict(schedule)))
+    return found
+
+
+def schedule_from_json(value: Any) -> Schedule | None:
+    """Return the schedule in a file, also of version 0.1; None if there is none, or one that cannot be right."""
+    if isinstance(value, str):
+        value = _from_text(value)
+    try:
+        schedule = TypeAdapter(Schedule).validate_json(json.dumps(value), strict=True)
+    except (ValidationError, ValueError, TypeError, RecursionError):
+        return None
+    return schedule if _is_sound(schedule) else None
+
+
+def is_same_until(value: Any, schedule: Schedule, step: int) -> bool:
+    """Return whether the schedule in a file makes the same masks as ours until `step`, as a longer run's may.
+
+    The step after `step` is compared too, because its work is prepared in advance.
+    """
+    before = schedule_from_json(value)
+    return before is not None and (before == schedule or before.parts_from(schedule, step + 1) is None)
+
+
+def _from_text(text: str) -> dict[str, Any] | None:
+    """Read the repr of 0.1's dataclass, in which phases were pieces and the end of the run was stated twice."""
+    try:
+        values: dict[str, Any] = {k.arg: k.value for k in ast.parse(text, mode="eval").body.keywords}  # type: ignore[attr-defined]
+        pieces = [{k.arg: ast.literal_eval(k.value) for k in piece.keywords} for piece in values.pop("pieces").elts]
+        del values["update_until"]
+        return {
+            **{key: ast.literal_eval(value) for key, value in values.items()},
+            "phases": [{"name": piece.pop("phase"), **piece} for piece in pieces],
+        }
+    except (SyntaxError, ValueError, TypeError, AttributeError, KeyError, RecursionError, MemoryError):
+        return None  # ast reports what is nested too deep as MemoryError
+
+
+def _is_sound(schedule: Schedule) -> bool:
+    """Return whether the numbers can form a schedule, and the phases cover the run without gaps."""
+    whole = [*schedule.cosine_bounds, *(n for phase in schedule.phases for n in (phase.start, phase.stages))]
+    shares = (schedule.max_sparsity, schedule.update_fraction, schedule.update_decay)
+    if schedule.interval < 1 or min(whole, default=0) < 0 or not all(0 <= share <= 1 for share in shares):
+        return False
+    ends = [0, *(phase.stop for phase in schedule.phases)]
+    starts = [*(phase.start for phase in schedule.phases), schedule.total_steps]
+    named = all(phase.name in PHASES for phase in schedule.phases)
+    return named and ends == starts and all(before < after for before, after in pairwise(ends)) and len(ends) > 1

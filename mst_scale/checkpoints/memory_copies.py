@@ -16,14 +16,18 @@ import hashlib
 import os
 import shutil
 import socket
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from mst_scale import snapshot
 from mst_scale.checkpoints import store
 from mst_scale.checkpoints.store import MANIFEST, PARTIAL
 from mst_scale.errors import Damaged
 from mst_scale.snapshot import CapturedFile
+
+if TYPE_CHECKING:
+    from mst_scale.checkpoints.neighbors import Neighbor
 
 ROOT = Path("/dev/shm")
 """The memory of a Linux host, as a file system."""
@@ -42,6 +46,21 @@ class Copy(NamedTuple):
     """Made up for each copy, so that parts of two copies of one step are never mixed."""
     ranks: int
     """How many parts it has."""
+
+
+@dataclass(frozen=True)
+class MemoryJob:
+    """One copy in memory, as the writer of one rank sees it."""
+
+    folder: str
+    """Of this host's parts."""
+    head: dict[str, Any]
+    """The manifest of this rank's part, without its files."""
+    files: list[CapturedFile]
+    keep: str | None
+    """The tag of the newest copy that all ranks have."""
+    neighbor: Neighbor | None
+    """The rank on another host that keeps this part, too."""
 
 
 def host_name() -> str:

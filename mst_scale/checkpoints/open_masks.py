@@ -20,7 +20,6 @@ from mst_scale.checkpoints import mask_files, store
 from mst_scale.comm import Damaged
 from mst_scale.errors import UserError
 from mst_scale.mixed_growing import packed_bits
-from mst_scale.mixed_growing.masks import assemble
 from mst_scale.tensor_files import save
 
 Named = Iterable[tuple[str, Tensor]]
@@ -81,14 +80,9 @@ def of_source(source: Path) -> Named:
 
 
 def _of_checkpoint(checkpoint: Path) -> Named:
-    manifest = store.head(checkpoint)
-    if manifest is not None and not any(name.startswith(f"{mask_files.FOLDER}/") for name in manifest["files"]):
-        return  # of a run without masks
-    found = mask_files.read_all(checkpoint)
-    for name in found.head["names"]:
-        shards = found.shards(name)
-        shape = shards[0].shard.shape
-        yield name, packed_bits.unpack(assemble(shards, name), math.prod(shape)).view(shape)
+    if mask_files.are_expected(checkpoint):
+        found = mask_files.read_all(checkpoint)
+        yield from ((name, found.whole(name)) for name in found.head["names"])
 
 
 def _of_zeros(files: Iterable[Path]) -> Named:

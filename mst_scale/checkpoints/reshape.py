@@ -5,6 +5,7 @@ of Adam, step), of which each rank reads the slices that it needs (`zero_shards.
 masks, so they are copied here. The result is checked for completeness and sealed with a manifest of digests.
 
 It is written to `<checkpoint>/universal` or to another folder; the name of an unfinished copy ends in `.partial`.
+Checkpoints of compact storage get the universal layout when they are saved (`make_dense`).
 """
 
 from __future__ import annotations
@@ -18,9 +19,11 @@ from typing import Any
 from mst_scale.checkpoint_folders import SOURCE, has_copy, identity_of
 from mst_scale.checkpoints import mask_files, model_config, store
 from mst_scale.checkpoints.store import PARTIAL, UNIVERSAL
-from mst_scale.comm import Damaged
+from mst_scale.comm import logger
 from mst_scale.errors import UserError
 from mst_scale.zero_shards import compact_files, universal
+
+DENSE_PARTIAL = ".dense.partial"
 
 
 @dataclass(frozen=True)
@@ -83,6 +86,39 @@ def reshape(path: Path, out: Path | None = None) -> Reshaped:
     return _reshaped(source, target, time.monotonic() - start)
 
 
+def make_dense(checkpoint: Path) -> dict[str, Any]:
+    """Convert a checkpoint of compact storage in place, so that every layout and both kinds of storage can continue.
+
+    DeepSpeed's files of such a checkpoint hold only the values of active weights, the universal layout whole matrices.
+    One rank calls this, when all have written their files.
+
+    Returns:
+        What its manifest says of the form.
+    """
+    draft = checkpoint.with_name(checkpoint.name + DENSE_PARTIAL)
+    shutil.rmtree(draft, ignore_errors=True)
+    draft.mkdir()
+    try:
+        universal.convert(checkpoint, draft)
+    except UserError as error:  # no update has been made yet, so there are no optimizer states
+        shutil.rmtree(draft)
+        logger.warning("the checkpoint is saved with its active weights only: %s", error)
+        return {}
+    except RuntimeError as error:  # torch's writers report a full disk so
+        shutil.rmtree(draft, ignore_errors=True)
+        raise OSError(f"cannot write the dense form of {checkpoint}: {error}") from error
+    except BaseException:
+        shutil.rmtree(draft, ignore_errors=True)
+        raise
+    for path in checkpoint.glob("*.pt"):
+        path.unlink()
+    compact_files.remove(checkpoint)
+    for path in draft.iterdir():
+        path.rename(checkpoint / path.name)
+    draft.rmdir()
+    return {"universal": True}
+
+
 def _target(path: Path, source: Path, out: Path | None) -> Path:
     if out is None:
         return source / UNIVERSAL
@@ -96,8 +132,8 @@ def _refuse_damaged(source: Path) -> None:
             mask_files.read_all(source)
     elif manifest.get("universal") or (source / "zero").is_dir():
         raise UserError(f"{source} is universal already: any number of ranks and any ZeRO stage can load it")
-    elif faults := store.damage(source):
-        raise Damaged(f"{source} is damaged: {faults[0]}")
+    else:
+        store.check(source)
 
 
 def _reshaped(source: Path, target: Path, seconds: float) -> Reshaped:

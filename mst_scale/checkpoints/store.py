@@ -278,6 +278,12 @@ def faults_of(folder: Path, files: dict[str, dict[str, Any]], names: Iterable[st
     return faults
 
 
+def check(checkpoint: Path) -> None:
+    """Raise Damaged if a checkpoint with a manifest has other files than it lists."""
+    if head(checkpoint) is not None and (faults := damage(checkpoint)):
+        raise Damaged(f"{checkpoint} is damaged: {faults[0]}")
+
+
 def check_undamaged(checkpoint: Path, ranks: Ranks) -> None:
     """Raise an OSError on all ranks if a file of the checkpoint has changed since it was saved."""
     faults = damage(checkpoint, ranks)

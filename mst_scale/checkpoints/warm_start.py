@@ -21,7 +21,7 @@ from mst_scale import zero_shards
 from mst_scale._deprecated import renamed_arguments
 from mst_scale.checkpoints import mask_files, store
 from mst_scale.checkpoints.multiplied import multiplied_weights_of
-from mst_scale.comm import Damaged, logger
+from mst_scale.comm import logger
 from mst_scale.errors import UserError
 from mst_scale.shard import Shard
 from mst_scale.zero_shards.weight_files import Weights, untrained_of
@@ -80,8 +80,7 @@ def take_weights(engine: Any, source: Path) -> dict[str, Any]:
 
     Any ZeRO stage and number of ranks may have saved it. Returns the other contents of its first file.
     """
-    if faults := store.damage(source) if store.head(source) else []:
-        raise Damaged(f"{source} is damaged: {faults[0]}")
+    store.check(source)
     trained = multiplied_weights_of(source)
     state, untrained = untrained_of(source)
     _fill(engine, source, trained, untrained)

@@ -30,9 +30,9 @@ from typing import Any
 
 from mst_scale import snapshot
 from mst_scale.checkpoint_folders import remove_outdated
-from mst_scale.checkpoints import store
-from mst_scale.checkpoints.memory_writer import MemoryJob, MemoryWriter
-from mst_scale.checkpoints.neighbors import Listen, listen
+from mst_scale.checkpoints import memory_copies, store
+from mst_scale.checkpoints.memory_copies import MemoryJob
+from mst_scale.checkpoints.neighbors import Link, Listen, listen
 from mst_scale.comm import logger, speak
 from mst_scale.comm.exits import signal_at_end_of_parent
 from mst_scale.snapshot import CapturedFile
@@ -130,7 +130,7 @@ def write(job: Job, memory: int) -> None:
     shutil.rmtree(reports)
     more: dict[str, Any] = {}
     if job.dense:
-        from mst_scale.checkpoints.dense_form import make_dense  # imports DeepSpeed
+        from mst_scale.checkpoints.reshape import make_dense  # imports DeepSpeed
 
         more = make_dense(draft)
         files = _written(draft, store.files_in(draft))
@@ -175,6 +175,46 @@ def _complete(job: Job, draft: Path, final: Path, files: dict[str, Any], more: d
         os.rename(draft, final)
     if job.latest:
         store.write_atomically(final.parent / "latest", final.name)
+
+
+class MemoryWriter:
+    """Keeps the copies of one rank in memory.
+
+    A copy that cannot be kept, here or on another host, is logged as an error and has no other effect. Of consecutive
+    failures, only the first is logged.
+
+    Args:
+        memory: the file descriptor of the snapshot's memory.
+    """
+
+    def __init__(self, memory: int):
+        self._memory = memory
+        self._link = Link()
+        self._failing: set[str] = set()
+
+    def keep(self, job: MemoryJob) -> str | None:
+        """Keep a copy here and on another host; return why it could not be kept here."""
+        folder = Path(job.folder)
+        try:
+            part = memory_copies.write_part(folder, job.head, job.files, self._memory, job.keep)
+        except OSError as caught:
+            where = store.free_space(memory_copies.ROOT)
+            error = f"cannot keep step {job.head['step']} in memory ({folder}, {where}): {caught}"
+            self._log("here", error)
+            return error
+        self._failing.discard("here")
+        if job.neighbor is not None:
+            try:
+                if self._link.send(job.neighbor, part, job.keep):
+                    self._failing.discard("there")
+            except OSError as caught:
+                self._log("there", f"step {job.head['step']} is kept in the memory of this host only: {caught}")
+        return None
+
+    def _log(self, what: str, error: str) -> None:
+        if what not in self._failing:
+            logger.error("%s", error)
+        self._failing.add(what)
 
 
 def _end_with(parent: int) -> None:

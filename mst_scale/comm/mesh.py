@@ -91,10 +91,6 @@ class Mesh:
     get_tensor_model_parallel_world_size = get_model_parallel_world_size
     get_tensor_model_parallel_rank = get_model_parallel_rank
 
-    def get_data_parallel_group(self) -> Any:
-        """Return the group over which DeepSpeed partitions weights at stage 3 and numbers files."""
-        return self.same_weights_group
-
     def get_data_parallel_world_size(self) -> int:
         """Return the number of replicas."""
         return self.data
@@ -116,8 +112,10 @@ class Mesh:
         return self.part
 
     def get_sequence_data_parallel_group(self) -> Any:
-        """Return the group of ranks that hold the same weights."""
+        """Return the group of ranks that hold the same weights, over which DeepSpeed partitions and numbers files."""
         return self.same_weights_group
+
+    get_data_parallel_group = get_sequence_data_parallel_group
 
     def get_sequence_data_parallel_world_size(self) -> int:
         """Return the number of ranks that hold the same weights."""

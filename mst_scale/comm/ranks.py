@@ -55,10 +55,18 @@ class Ranks:
             long: Whether it may take longer than the timeout of collectives, such as preparing a corpus. The other
                 ranks then wait outside of any collective, while `Watch` monitors rank 0.
         """
+        import torch.distributed as dist
+
         outcome = self._attempt(run) if self.first else None
         if long and self.world_size > 1:
             self._await_end_of(f"mst_scale/long_task/{next(self.long_tasks)}")
-        return self._share(outcome, source=0)
+        box = [outcome]
+        dist.broadcast_object_list(box, src=0, group=self.control)
+        assert box[0] is not None
+        value, error = box[0]
+        if error is not None:
+            self._fail(error, 0)
+        return value
 
     def agree(self, run: Callable[[], T]) -> T:
         """Call `run` on every rank and return this rank's result.
@@ -121,17 +129,6 @@ class Ranks:
             if not is_plain(error) and hasattr(error, "add_note"):
                 error.add_note(traceback.format_exc())
             return None, error
-
-    def _share(self, outcome: tuple[Any, Exception | None] | None, source: int) -> Any:
-        import torch.distributed as dist
-
-        box = [outcome]
-        dist.broadcast_object_list(box, src=source, group=self.control)
-        assert box[0] is not None
-        value, error = box[0]
-        if error is not None:
-            self._fail(error, source)
-        return value
 
     def _fail(self, error: Exception, rank: int) -> NoReturn:
         if rank == self.rank:

@@ -8,7 +8,6 @@ a folder of transformers     a GPT-2, as `mst export` writes it
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -16,17 +15,15 @@ from typing import Any
 
 import torch
 
-from mst_scale.checkpoints import mask_files, model_config, store
+from mst_scale.checkpoints import mask_files, model_config
 from mst_scale.compact_files.layout import CompactFile, is_compact, open_compact
 from mst_scale.config import ModelConfig
 from mst_scale.data.tokenizer import TrainedWith, trained_with
 from mst_scale.errors import UserError
-from mst_scale.hugging_face import start_from
+from mst_scale.hugging_face import sources, start_from
 from mst_scale.hugging_face.sources import Source, find_transformers, open_source, tokenizer_of
-from mst_scale.hybrid_sparse_attention import Pattern, set_pattern
-from mst_scale.mixed_growing import packed_bits
-from mst_scale.mixed_growing.masks import assemble
-from mst_scale.models import build
+from mst_scale.hybrid_sparse_attention import Pattern
+from mst_scale.models import shapes_of
 
 MODEL_KEYS = (
     "arch", "n_layer", "n_head", "n_embd", "d_ff", "seq_length", "vocab_size", "vocab_multiple", "bias", "tied_head",
@@ -93,9 +90,9 @@ def open_weights(path: Path, config: Path | None = None, *, causal: bool = True)
         raise UserError(f"there is no {path}: name a run, a checkpoint, or what mst export has written")
     elif model_config.is_transformers(path / "config.json") and not (path / "latest").is_file():
         found = _of_gpt2(path)
-    elif (other := _transformers_of(path, config)) is not None:
+    elif (other := find_transformers(path, config)) is not None:
         raise UserError(
-            f"{path} holds a model of transformers ({other}): write it as a folder with mst export {path} OUT first"
+            f"{path} holds a model of transformers ({other[1]}): write it as a folder with mst export {path} OUT first"
         )
     else:
         found = _of_source(path, open_source(path, config, causal=causal))
@@ -106,51 +103,26 @@ def open_weights(path: Path, config: Path | None = None, *, causal: bool = True)
 
 def load_model(weights: ModelWeights) -> torch.nn.Module:
     """Load the whole model in float32, with the attention pattern that it was trained with."""
-    model = build(weights.config).eval()
-    set_pattern(model, weights.pattern)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            parameter.copy_(weights.read(name))
-    return model
-
-
-def _transformers_of(path: Path, config: Path | None) -> Path | None:
-    found = find_transformers(path, config)
-    return None if found is None else found[1]
+    return sources.load_model(weights.config, weights.pattern, weights.read)
 
 
 def _of_source(path: Path, source: Source) -> ModelWeights:
-    names = tuple(name for name, _ in source.skeleton().named_parameters())
+    names = tuple(shapes_of(source.experiment.model))
     masks: frozenset[str] = frozenset()
     read_mask = None
-    head = store.head(source.checkpoint)
-    if head is None or any(name.startswith(f"{mask_files.FOLDER}/") for name in head["files"]):
-        masks, read_mask = _masks_of(source.checkpoint)
+    if mask_files.are_expected(source.checkpoint) and (source.checkpoint / mask_files.FOLDER).is_dir():
+        found = mask_files.read_all(source.checkpoint)
+        masks, read_mask = frozenset(found.head["names"]), found.whole
     return ModelWeights(
         path, source.experiment.model, names, source.weights.read, source.step, source.experiment.mst.method,
         tokenizer_of(source.experiment), source.pattern, masks=masks & set(names), mask=read_mask,
     )  # fmt: skip
 
 
-def _masks_of(checkpoint: Path) -> tuple[frozenset[str], Callable[[str], torch.Tensor] | None]:
-    if not (checkpoint / mask_files.FOLDER).is_dir():
-        return frozenset(), None
-    found = mask_files.read_all(checkpoint)
-
-    def mask(name: str) -> torch.Tensor:
-        shards = found.shards(name)
-        shape = shards[0].shard.shape
-        return packed_bits.unpack(assemble(shards, name), math.prod(shape)).view(shape)
-
-    return frozenset(found.head["names"]), mask
-
-
 def _of_compact(path: Path) -> ModelWeights:
     file = open_compact(path)
     config = ModelConfig(**file.model)
-    with torch.device("meta"):
-        expected = {name: tuple(parameter.shape) for name, parameter in build(config).named_parameters()}
-    if expected != file.all_shapes():  # the digest does not cover names
+    if shapes_of(config) != file.all_shapes():  # the digest does not cover names
         raise UserError(f"{file.path} is damaged (a name or a shape differs): export the run again, or copy it again")
     return ModelWeights(
         path, config, tuple(file.names), file.read, file.about["step"], file.about["method"],

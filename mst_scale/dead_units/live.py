@@ -117,7 +117,7 @@ class LiveUnits:
         if not units:
             return
         nonzero = self._find_nonzero(units).nonzero
-        revival = Revival(step, {kind: (0, count) for kind, (_, count) in _sizes(self.units).items()})
+        revival = Revival(step, _sizes(self.units))
         for some in units:
             zero = some.zero_factors(nonzero)
             fill = some.to_fill(zero, torch.tensor([name in dense for name in some.matrices]))
@@ -295,19 +295,13 @@ class Channels:
         return self._to(layers, self.sparsity(self.step()), exchange)
 
     def _to(self, layers: Sequence[Layer], sparsity: float, exchange: Exchange) -> list[Change]:
-        after = []
-        for layer in layers:
-            rows, columns = self.lines(layer.mask.name, layer.mask.shard.cut.matrix, sparsity)
-            bits = spread(layer.mask.shard, rows, columns, layer.mask.device)
-            after.append((layer.mask, layer.mask.packed(), bits, int(rows.sum()) * int(columns.sum())))
-        counts = [
-            (
-                packed_bits.count(was & ~bits),
-                packed_bits.count(bits & ~was),
-                0 if m.ever is None else packed_bits.count(m.ever | bits),
-            )
-            for m, was, bits, _ in after
-        ]
+        after, counts = [], []
+        for mask in (layer.mask for layer in layers):
+            rows, columns = self.lines(mask.name, mask.shard.cut.matrix, sparsity)
+            was, bits = mask.packed(), spread(mask.shard, rows, columns, mask.device)
+            after.append((mask, was, bits, int(rows.sum()) * int(columns.sum())))
+            ever = bits if mask.ever is None else mask.ever | bits
+            counts.append([packed_bits.count(some) for some in (was & ~bits, bits & ~was, ever)])
         totals = exchange.sum(torch.tensor(counts, dtype=torch.int64).view(-1, 3)).tolist()
         for (mask, *_), (pruned, grown, _) in zip(after, totals, strict=True):
             if pruned and grown:

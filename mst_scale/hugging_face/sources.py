@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -19,14 +19,14 @@ import torch
 
 from mst_scale.checkpoints import mask_files, model_config, store
 from mst_scale.checkpoints.multiplied import multiplied_weights_of
-from mst_scale.config import Experiment, load, load_of_run
+from mst_scale.config import Experiment, ModelConfig, load, load_of_run
 from mst_scale.data.corpus import META, read_meta
 from mst_scale.data.recipe import is_code
 from mst_scale.data.tokenizer import TrainedWith, chosen, is_missing, trained_with
 from mst_scale.engine.targets import choose_targets
-from mst_scale.errors import Damaged, UserError
+from mst_scale.errors import UserError
 from mst_scale.hybrid_sparse_attention import Pattern, attach, set_pattern
-from mst_scale.models import build
+from mst_scale.models import build, shapes_of
 from mst_scale.run_logging import run_file
 from mst_scale.zero_shards.weight_files import Weights, untrained_of
 
@@ -80,12 +80,17 @@ class Source:
 
     def model(self) -> torch.nn.Module:
         """Load the model in float32, with the attention pattern that it was trained with."""
-        model = build(self.experiment.model).eval()
-        set_pattern(model, self.pattern, "auto")
-        with torch.no_grad():
-            for name, parameter in model.named_parameters():
-                parameter.copy_(self.weights.read(name))
-        return model
+        return load_model(self.experiment.model, self.pattern, self.weights.read)
+
+
+def load_model(config: ModelConfig, pattern: Pattern, read: Callable[[str], torch.Tensor]) -> torch.nn.Module:
+    """Build our model of a config in float32, with this attention pattern and the weights that `read` returns."""
+    model = build(config).eval()
+    set_pattern(model, pattern)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(read(name))
+    return model
 
 
 def open_source(path: Path, config: Path | None = None, *, causal: bool = True) -> Source:
@@ -101,9 +106,8 @@ def open_source(path: Path, config: Path | None = None, *, causal: bool = True) 
         Damaged: if a file is truncated.
     """
     checkpoint = store.locate(path)
-    manifest = store.head(checkpoint)
-    if manifest is not None and checkpoint == path and (faults := store.damage(checkpoint)):
-        raise Damaged(f"{checkpoint} is damaged: {faults[0]}")
+    if checkpoint == path:  # otherwise it was checked when it was found
+        store.check(checkpoint)
     beside = config is None
     if config is None:
         config = next((p / "config.json" for p in checkpoint.parents if (p / "config.json").is_file()), None)
@@ -116,14 +120,12 @@ def open_source(path: Path, config: Path | None = None, *, causal: bool = True) 
     if causal and not experiment.model.causal:
         raise UserError(f"{path} is a BERT, which predicts masked tokens, not the next token")
     weights = multiplied_weights_of(checkpoint)
-    with torch.device("meta"):
-        wanted = {name: tuple(p.shape) for name, p in build(experiment.model).named_parameters()}
-    for name, shape in wanted.items():
+    for name, shape in shapes_of(experiment.model).items():
         found = weights.shapes.get(name)
         if found != shape:
             problem = "is missing" if found is None else f"has shape {found}, not {shape}"
             raise UserError(f"{checkpoint}: {name} {problem}: the model differs from the one in {config}")
-    step = (manifest or _masks_head(checkpoint)).get("step")
+    step = (store.head(checkpoint) or _masks_head(checkpoint)).get("step")
     return Source(checkpoint, config.parent if config.name == "config.json" else None, experiment, step, weights)
 
 
@@ -282,8 +284,7 @@ def open_transformers(checkpoint: Path, config_file: Path) -> TransformersSource
         UserError: if the checkpoint is of another model.
         Damaged: if a file is truncated.
     """
-    if store.head(checkpoint) is not None and (faults := store.damage(checkpoint)):
-        raise Damaged(f"{checkpoint} is damaged: {faults[0]}")
+    store.check(checkpoint)
     weights = multiplied_weights_of(checkpoint)
     state, untrained = untrained_of(checkpoint)
     masks = mask_files.read(mask_files.file_of(checkpoint, 0))[0] if (checkpoint / mask_files.FOLDER).is_dir() else {}

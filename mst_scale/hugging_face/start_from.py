@@ -27,7 +27,7 @@ from mst_scale.checkpoints.multiplied import multiplied_weights_of
 from mst_scale.config import ModelConfig, read_of_run
 from mst_scale.errors import Damaged, UserError
 from mst_scale.hugging_face.names import MASK_BUFFERS, from_hugging_face, hugging_face_config
-from mst_scale.models.gpt import GPT
+from mst_scale.models import shapes_of
 
 FILES = ["config.json", "*.safetensors", "*.safetensors.index.json"]
 # Keys of a config.json that must have the value that our GPT implements, or be absent.
@@ -133,17 +133,15 @@ def _config(folder: Path) -> dict[str, Any]:
     path = folder / "config.json"
     try:
         raw = json.loads(path.read_text())
-        if raw["model_type"] != "gpt2":
-            raise UserError(f"{path}: --init requires a GPT-2, but this is {raw['model_type']!r}")
-        missing = [key for key in ("n_layer", "n_head", "n_embd", "vocab_size") if key not in raw]
-    except UserError:
-        raise
+        kind = raw["model_type"]
     except (FileNotFoundError, NotADirectoryError, ValueError, KeyError, TypeError, RecursionError):
         raise UserError(
             f"{folder} has no config.json of transformers with a model_type, and is not a run: --init requires a GPT-2 "
             "or the folder of a run"
         ) from None
-    if missing:
+    if kind != "gpt2":
+        raise UserError(f"{path}: --init requires a GPT-2, but this is {kind!r}")
+    if missing := [key for key in ("n_layer", "n_head", "n_embd", "vocab_size") if key not in raw]:
         raise UserError(f"{path} is incomplete: it has no {missing[0]}")
     return dict(raw)
 
@@ -172,9 +170,7 @@ def of_run(checkpoint: Path, config: ModelConfig) -> dict[str, torch.Tensor]:
 
 
 def _check_shapes(found: dict[str, torch.Tensor], config: ModelConfig, folder: Path) -> None:
-    with torch.device("meta"):
-        shapes = {name: tuple(parameter.shape) for name, parameter in GPT(config).named_parameters()}
-    for name, shape in shapes.items():
+    for name, shape in shapes_of(config).items():
         if name not in found:
             raise UserError(f"{folder} has no weights of {name}: it is of another model")
         if (theirs := tuple(found[name].shape)) != shape:

@@ -12,6 +12,7 @@ import functools
 import inspect
 import io
 import json
+import os
 import sys
 import weakref
 from pathlib import Path
@@ -23,7 +24,6 @@ from mst_scale.comm import SharedMistake, exits, logger, speak
 from mst_scale.config import BLOCKS
 from mst_scale.engine import api
 from mst_scale.errors import UserError
-from mst_scale.integrations import accelerate
 from mst_scale.integrations.on_import import when_imported
 from mst_scale.integrations.recording import Recording
 
@@ -46,18 +46,12 @@ class Integration:
         model: Any = None,
         optimizer: Any = None,
         model_parameters: Any = None,
-        *more: Any,
+        *,
         config: Any = None,
         config_params: Any = None,
         **others: Any,
     ) -> Any:
-        """Create an engine; the arguments and results are those of `deepspeed.initialize`."""
-        if more:  # positional arguments beyond the fourth
-            given = inspect.signature(self.plain).bind(args, model, optimizer, model_parameters, *more).arguments
-            named = {key: value for key, value in given.items() if key not in api.FIRST}
-            stated = {"config": config, "config_params": config_params}
-            others |= {key: value for key, value in stated.items() if value is not None}
-            return self.initialize(args, model, optimizer, model_parameters, **named, **others)
+        """Create an engine; the arguments, here by name, and the results are those of `deepspeed.initialize`."""
         stated = config if config is not None else config_params
         raw = _read(stated if stated is not None else getattr(args, "deepspeed_config", None))
         trains = optimizer is not None or raw is None or "optimizer" in raw
@@ -141,15 +135,15 @@ def integrate(mst: dict[str, Any] | None = None, steps: int | None = None) -> No
         return
     if mst is not None and not isinstance(mst, dict):
         raise SharedMistake(f'integrate(mst=…) is the mst block, such as {{"method": "mst"}}, not {mst!r}')
-    integration = Integration(mst, steps)
-    _installed = integration
+    _installed = integration = Integration(mst, steps)
+    order = inspect.signature(integration.plain)
 
     @functools.wraps(integration.plain)
     def initialize(*given: Any, **named: Any) -> Any:
-        return integration.initialize(*given, **named)
+        return integration.initialize(**order.bind(*given, **named).arguments)
 
     deepspeed.initialize = initialize
-    when_imported("accelerate.state", accelerate.install)
+    when_imported("accelerate.state", _reject_cpu_processes)
     when_imported("transformers.trainer", lambda module: _install_trainer(module, integration))
     atexit.register(integration.warn_if_unused)
     _print_usage_errors_in_one_line(integration)
@@ -242,3 +236,40 @@ def _print_usage_errors_in_one_line(integration: Integration) -> None:
             exits.end(error, on_all_ranks=True)
 
     exits.on_uncaught(end)
+
+
+# --- Accelerate ---
+
+
+def _reject_cpu_processes(module: Any) -> None:
+    """Wrap `PartialState.__init__` of `module`, which is accelerate.state, to reject several CPU processes.
+
+    With DeepSpeed, Accelerate (and Trainer, which uses it) looks for the backend of an accelerator. On CPUs there is
+    none, so each process assumes that it is the only one, and they all train on all of the data or deadlock.
+    """
+    state = module.PartialState
+    begin = state.__init__
+    if getattr(begin, "rejects_cpu_processes", False):
+        return
+
+    @functools.wraps(begin)
+    def with_check(self: Any, cpu: bool = False, **more: Any) -> None:
+        _validate_processes(state, cpu)
+        begin(self, cpu, **more)
+
+    with_check.rejects_cpu_processes = True  # type: ignore[attr-defined]
+    state.__init__ = with_check
+
+
+def _validate_processes(state: Any, cpu: bool) -> None:
+    """Raise SharedMistake for several CPU processes; called before Accelerate would wait for a process group."""
+    processes = int(os.environ.get("WORLD_SIZE", "1"))
+    of_launcher = int(os.environ.get("LOCAL_RANK", "-1")) != -1
+    with_deepspeed = os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() == "true"
+    if processes == 1 or not of_launcher or not with_deepspeed or state._shared_state:
+        return
+    if cpu or state._prepare_backend(state, cpu)[0] is None:
+        raise SharedMistake(
+            f"{processes} processes were started on CPUs, where Accelerate and Trainer with DeepSpeed support only "
+            "one: start one (python SCRIPT), or call mst_scale.initialize in a custom loop, which supports several"
+        )

@@ -226,7 +226,7 @@ class _Held:
 def _seal(draft: Path, final: Path, head: dict[str, Any], files: dict[str, Any]) -> None:
     about, more = {key: value for key, value in head.items() if key != PART}, {}
     if head[PART]["dense"]:
-        from mst_scale.checkpoints.dense_form import make_dense  # imports DeepSpeed
+        from mst_scale.checkpoints.reshape import make_dense  # imports DeepSpeed
 
         more = make_dense(draft)
         files = store.digests_of(draft, store.files_in(draft))

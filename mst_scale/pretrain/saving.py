@@ -17,8 +17,8 @@ import torch.distributed as dist
 from mst_scale import comm, zero_shards
 from mst_scale.checkpoints import memory_copies, store
 from mst_scale.checkpoints.background import WITHOUT_COPY, BackgroundSaves, KeptCopies
-from mst_scale.checkpoints.dense_form import make_dense
 from mst_scale.checkpoints.neighbors import Ring
+from mst_scale.checkpoints.reshape import make_dense
 from mst_scale.comm import ParallelDims, Ranks, logger
 from mst_scale.config import TrainingConfig
 from mst_scale.pretrain.prepare import Prepared

@@ -9,12 +9,9 @@ from typing import Any
 
 from mst_scale.errors import UserError
 from mst_scale.mixed_growing.distribution import Shape, active_counts
-from mst_scale.pruning.method import NM, Amount, PruningMethod
+from mst_scale.pruning.method import METHODS, NM, Amount, PruningMethod
 from mst_scale.pruning.network import SEQUENCES
-from mst_scale.pruning.scores import MAGNITUDE, WANDA
-from mst_scale.pruning.sparsegpt import SPARSEGPT
 
-METHODS: dict[str, PruningMethod] = {"magnitude": MAGNITUDE, "wanda": WANDA, "sparsegpt": SPARSEGPT}
 DEFAULT = "magnitude"
 TOLERANCE = 1e-3  # between --prune and the fraction of a pattern: 1:3 is --prune 0.667
 

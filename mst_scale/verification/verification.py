@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import socket
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import deepspeed
@@ -84,7 +84,7 @@ class Verification:
         Raises:
             CorruptedError: on all ranks.
         """
-        self._compare(False, bool(self._before))
+        self._compare(recompute=False)
 
     def _is_due(self, step: int) -> bool:
         return self.every > 0 and step % self.every == 0
@@ -96,40 +96,33 @@ class Verification:
             self.recomputation.watch(turn)
 
     def _before_update(self) -> None:
-        step = int(self.engine.global_steps) + 1
-        self._compare(self.recomputation is not None and self._is_due(step), bool(self._before))
+        self._compare(recompute=self.recomputation is not None and self._is_due(int(self.engine.global_steps) + 1))
 
-    def _compare(self, computation: bool, memory: bool) -> None:
+    def _compare(self, recompute: bool) -> None:
         """Compare a second computation with the first, and memory with its digests."""
-        if not computation and not memory:
+        memory = bool(self._before)
+        if not recompute and not memory:
             return
         done = int(self.engine.global_steps)
-        computed: list[str] = []
-        if computation and self.recomputation is not None:
-            with self.engine.mst.aside():
-                computed = self._recompute(self.recomputation)
+        computed = self._recompute() if recompute else []
         changed = _changed(self._before, _digests_by_name(v for v in self._values() if v.constant)) if memory else []
         self._before = {}
         reports = self.ranks.all((self._host, computed, changed))
         computing = [_Report(rank, host, found) for rank, (host, found, _) in enumerate(reports) if found]
         keeping = [_Report(rank, host, found) for rank, (host, _, found) in enumerate(reports) if found]
         if keeping:
-            self._fail(
-                "memory", keeping, done,
-                lambda one: f"{one.first} changed in memory between step {done} and the update after it",
-            )  # fmt: skip
+            self._fail("memory", keeping, done, f"changed in memory between step {done} and the update after it")
         if memory:
             self.verified = done
         if computing:
-            self._fail(
-                "computation", computing, done + 1,
-                lambda one: f"a second computation of the same micro-batch gave another result for {one.first}",
-            )  # fmt: skip
+            self._fail("computation", computing, done + 1, "differs in a second computation of the same micro-batch")
 
-    def _recompute(self, recomputation: zero_shards.Recomputation) -> list[str]:
+    def _recompute(self) -> list[str]:
         """Return what differs in a second computation; end these comparisons if the model does not allow one."""
+        assert self.recomputation is not None
         try:
-            return recomputation.differing()
+            with self.engine.mst.aside():
+                return self.recomputation.differing()
         except RuntimeError as error:
             if "incompatible with .grad()" not in str(error):
                 raise
@@ -160,7 +153,7 @@ class Verification:
         wrong = [_Report(rank, host, names) for rank, (host, names) in enumerate(reports) if names]
         if wrong:
             what = "changed in memory since the verification before, without a topology step"
-            self._fail("memory", wrong, step, lambda one: f"{one.first} {what}")
+            self._fail("memory", wrong, step, what)
 
     def _compare_replicas(self, step: int, found: Mapping[str, int]) -> None:
         """Compare replicated values: one number per rank, and all of them only if these differ."""
@@ -179,7 +172,7 @@ class Verification:
                 others = "differs from that of the other ranks" if decided else (
                     "is not the same on these ranks, and nothing shows which of them is wrong"
                 )  # fmt: skip
-                self._fail("replicas", named, step, lambda one: f"{one.first} {others}", decided)  # noqa: B023
+                self._fail("replicas", named, step, others, decided)
 
     def _values(self) -> list[HeldValue]:
         """Return what is to be compared; not buffers that forward passes write, such as running statistics."""
@@ -199,14 +192,12 @@ class Verification:
         indexes = zero_shards.indexes_of(self.engine.module)
         return [*masks, *(HeldValue(f"the index of {index.name}", index.positions, True) for index in indexes)]
 
-    def _fail(
-        self, kind: str, wrong: Sequence[_Report], step: int, describe: Callable[[_Report], str], decided: bool = True
-    ) -> None:
-        """Raise the same error on all ranks."""
+    def _fail(self, kind: str, wrong: Sequence[_Report], step: int, how: str, decided: bool = True) -> None:
+        """Raise the same error on all ranks, about the first value that is wrong."""
         where = ", ".join(f"rank {one.rank} ({one.host})" for one in wrong[:_SHOWN])
         more = f" and {len(wrong) - _SHOWN} more" if len(wrong) > _SHOWN else ""
         raise CorruptedError(
-            f"corrupted at step {step}: {where}{more}: {describe(wrong[0])}. The last verified step is "
+            f"corrupted at step {step}: {where}{more}: {wrong[0].first} {how}. The last verified step is "
             f"{self.verified}; started again, the run continues from a checkpoint of this step or an earlier one",
             kind=kind, value=wrong[0].first, ranks=[one.rank for one in wrong], hosts=[one.host for one in wrong],
             step=step, verified=self.verified, decided=decided,

@@ -197,7 +197,7 @@ CASES = {
         straight_through(lambda w: w * kept_both_ways(w)), *SQUARES, METHOD,
     ),
     "sr-ste": Case(
-        "methods/baselines/n_of_m:Masked", of_method("sr-ste", decay=0.0),
+        "methods/baselines/n_of_m:StraightThrough", of_method("sr-ste", decay=0.0),
         straight_through(lambda w: w * kept_of(w, 2, 4)), WIDE_X, WIDE_W, METHOD,
     ),
     "sr-ste's pull": Case(
@@ -206,8 +206,8 @@ CASES = {
         added=lambda w: 0.3 * w * ~kept_of(w, 2, 4),
     ),
     "s-ste": Case(
-        "methods/baselines/n_of_m:Projected", of_method("s-ste"), straight_through(lambda w: soft_threshold(w, 2, 4)),
-        WIDE_X, WIDE_W, METHOD,
+        "methods/baselines/n_of_m:StraightThrough", of_method("s-ste"),
+        straight_through(lambda w: soft_threshold(w, 2, 4)), WIDE_X, WIDE_W, METHOD,
     ),
     "top-kast": Case(
         "methods/baselines/top_kast:Sets", of_method("top-kast", penalty=0.0),

@@ -63,31 +63,6 @@ def _check_same_widths(small: Shape, large: Shape, method: str) -> None:
             )
 
 
-class Stack(Growth):
-    """Repeats the layers of the smaller model in their order."""
-
-    def __init__(self, options: NoOptions):
-        pass
-
-    def check_supported(self, small: Shape, large: Shape) -> None:
-        super().check_supported(small, large)
-        _check_same_widths(small, large, "stack")
-        if large.n_layer % small.n_layer:
-            raise UserError(
-                f"model.n_layer = {large.n_layer} is not a multiple of the smaller model's {small.n_layer}: choose a "
-                "multiple, or method expand or ligo"
-            )
-
-    def grow(
-        self, weights: Mapping[str, Tensor], small: Shape, large: Shape, gradients: Gradients, seed: int
-    ) -> dict[str, Tensor]:
-        grown = _outside_blocks(weights)
-        for layer in range(large.n_layer):
-            for part in _parts_of_blocks(weights):
-                grown[f"{BLOCK}{layer}.{part}"] = weights[f"{BLOCK}{layer % small.n_layer}.{part}"]
-        return grown
-
-
 @block("mst.options")
 class ExpandOptions:
     """Options of method `expand`."""
@@ -101,12 +76,14 @@ class ExpandOptions:
 class Expand(Growth):
     """Puts new layers behind those of the smaller model."""
 
+    method = "expand"
+
     def __init__(self, options: ExpandOptions):
         self.new_layers = options.new_layers
 
     def check_supported(self, small: Shape, large: Shape) -> None:
         super().check_supported(small, large)
-        _check_same_widths(small, large, "expand")
+        _check_same_widths(small, large, self.method)
 
     def grow(
         self, weights: Mapping[str, Tensor], small: Shape, large: Shape, gradients: Gradients, seed: int
@@ -127,6 +104,23 @@ class Expand(Growth):
                     std = residual if to_stream else large.init_std
                     grown[name] = _drawn(weight, std, counter_hash(seed, "expand", name))
         return grown
+
+
+class Stack(Expand):
+    """Repeats the layers of the smaller model in their order."""
+
+    method = "stack"
+
+    def __init__(self, options: NoOptions):
+        super().__init__(ExpandOptions(new_layers="copy"))
+
+    def check_supported(self, small: Shape, large: Shape) -> None:
+        super().check_supported(small, large)
+        if large.n_layer % small.n_layer:
+            raise UserError(
+                f"model.n_layer = {large.n_layer} is not a multiple of the smaller model's {small.n_layer}: choose a "
+                "multiple, or method expand or ligo"
+            )
 
 
 def _drawn(like: Tensor, std: float, seed: int) -> Tensor:

@@ -14,6 +14,7 @@ When the schedule becomes dense, training continues with the stored weights, as 
 """
 
 import itertools
+from collections.abc import Callable
 from functools import cache
 from typing import Annotated, Any, Literal
 
@@ -61,6 +62,24 @@ class Options(NOfM):
     def __post_init__(self) -> None:
         super().__post_init__()
         self._need_two_of_four("transposable", self.transposable)
+
+
+class StraightThrough(torch.autograd.Function):
+    """A function of the stored weights; its gradient passes to all of them unchanged."""
+
+    @staticmethod
+    def forward(ctx: Any, stored: Tensor, function: Callable[[Tensor], Tensor]) -> Tensor:
+        return function(stored)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return gradients[0], None
+
+
+def straight_through(stored: Tensor, function: Callable[[Tensor], Tensor]) -> Tensor:
+    """Return `function(stored)`, whose gradient passes to `stored` unchanged."""
+    weight: Tensor = StraightThrough.apply(stored, function)
+    return weight
 
 
 class NOfMFunction(WeightFunction):
@@ -121,18 +140,6 @@ def kept_both_ways(matrix: Tensor) -> Tensor:
     return masks[best].view(rows // 4, columns // 4, 4, 4).transpose(1, 2).reshape(rows, columns)
 
 
-class Masked(torch.autograd.Function):
-    """The kept weights; the gradient passes to all."""
-
-    @staticmethod
-    def forward(ctx: Any, stored: Tensor, kept: Tensor) -> Tensor:
-        return stored * kept
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        return gradients[0], None
-
-
 class SRSTE(NOfMFunction):
     """Multiplies by the largest n of m weights and pulls the others to 0."""
 
@@ -141,8 +148,7 @@ class SRSTE(NOfMFunction):
         self.decay, self.both_ways = options.decay, options.transposable
 
     def weight(self, stored: Tensor, kept: int, scale: float) -> Tensor:
-        weight: Tensor = Masked.apply(stored, self._chosen(stored))
-        return weight
+        return straight_through(stored, lambda matrix: matrix * self._chosen(matrix))
 
     def pull(self, stored: Tensor, kept: int, scale: float) -> Tensor:
         return self.decay * stored * ~self._chosen(stored)
@@ -162,18 +168,6 @@ def soft_threshold(matrix: Tensor, n: int, m: int) -> Tensor:
     return (groups.sign() * (size - least).clamp(min=0)).view(matrix.shape)
 
 
-class Projected(torch.autograd.Function):
-    """The scaled projection; the gradient passes to all."""
-
-    @staticmethod
-    def forward(ctx: Any, stored: Tensor, n: int, m: int, scale: float) -> Tensor:
-        return scale * soft_threshold(stored, n, m)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
-        return gradients[0], None, None, None
-
-
 class SSTE(NOfMFunction):
     """Multiplies by a continuous projection onto n of m weights."""
 
@@ -183,8 +177,7 @@ class SSTE(NOfMFunction):
         return weight, float((weight.double() * soft).sum()) / size if size else 1.0
 
     def weight(self, stored: Tensor, kept: int, scale: float) -> Tensor:
-        weight: Tensor = Projected.apply(stored, self.of.n, self.of.m, scale)
-        return weight
+        return straight_through(stored, lambda matrix: scale * soft_threshold(matrix, self.of.n, self.of.m))
 
 
 METHODS = {

@@ -24,7 +24,7 @@ from mst_scale.hybrid_sparse_attention import Pattern
 from mst_scale.mixed_growing.masks import assemble
 from mst_scale.mixed_growing.packed_bits import unpack
 from mst_scale.models.gpt import GPT
-from mst_scale.pruning.scores import keep_largest
+from mst_scale.pruning.method import keep_largest
 from mst_scale.shard import Shard
 from mst_scale.zero_shards import weight_files
 from tests.support import pool, tiny_run

@@ -226,7 +226,7 @@ def test_a_damaged_part_is_read_from_the_other_host(tmp_path, folder, undisturbe
 def kill_writer(rank: int, world: int, argv: list[str], on_hosts: bool) -> tuple[int, str]:
     """The writer of rank 1 is killed while it should keep the copy of step 3."""
     from mst_scale.checkpoints.background import BackgroundSaves
-    from mst_scale.checkpoints.memory_writer import MemoryJob
+    from mst_scale.checkpoints.memory_copies import MemoryJob
 
     inner = BackgroundSaves._send
 

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from mst_scale.checkpoints import memory_copies, neighbors, store
-from mst_scale.checkpoints.memory_copies import Copy
-from mst_scale.checkpoints.memory_writer import MemoryJob, MemoryWriter
+from mst_scale.checkpoints.memory_copies import Copy, MemoryJob
 from mst_scale.checkpoints.neighbors import Link, Listen, Neighbor, neighbor_of
+from mst_scale.checkpoints.writer import MemoryWriter
 from mst_scale.errors import Damaged
 from mst_scale.snapshot import Snapshot
 

@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from mst_scale.pruning import METHODS
-from mst_scale.pruning.method import NM, Amount
-from mst_scale.pruning.sparsegpt import factor, products, prune
+from mst_scale.pruning.method import NM, Amount, factor, products, sparsegpt
 from tests.support import pruning_by_hand as by_hand
 
 HALF = Fraction(1, 2)
@@ -70,7 +69,7 @@ def test_sparsegpt_in_blocks_of_columns(share, block, zeros):
     """The last block is narrower where 5 does not divide 24."""
     weight, x = drawn(zeros=zeros)
     found = weight.clone()
-    prune(found, products(x), Amount(share), block)
+    sparsegpt(found, products(x), Amount(share), block)
     reference = by_hand.sparsegpt(weight, x, share, block=block)
     assert torch.equal(found == 0, reference == 0)
     torch.testing.assert_close(found, reference, rtol=1e-9, atol=1e-11)
@@ -83,7 +82,7 @@ def test_sparsegpt_of_each_group(pattern, block, zeros):
     """A block holds whole groups: of 10 columns, 8 or 9; it does not matter which."""
     weight, x = drawn(zeros=zeros)
     found = weight.clone()
-    prune(found, products(x), Amount.of(pattern), block)
+    sparsegpt(found, products(x), Amount.of(pattern), block)
     reference = by_hand.sparsegpt(weight, x, pattern.share, pattern.of)
     assert torch.equal(found == 0, reference == 0)
     torch.testing.assert_close(found, reference, rtol=1e-9, atol=1e-11)
@@ -94,7 +93,7 @@ def test_later_columns_compensate_optimally_for_the_first_ones():
     weight, x = drawn()
     weight[:, :6] *= 1e-6
     found = weight.clone()
-    prune(found, products(x), Amount(Fraction(1, 4)))
+    sparsegpt(found, products(x), Amount(Fraction(1, 4)))
     assert (found[:, :6] == 0).all() and (found[:, 6:] != 0).all()
     h = by_hand.curvature(x)
     others = torch.linalg.solve(h[6:, 6:], h[6:] @ weight.t()).t()  # the least (w-v)H(w-v)ᵀ over v with v[:6] = 0

@@ -15,9 +15,8 @@ from mst_scale.engine.targets import choose_targets
 from mst_scale.errors import UserError
 from mst_scale.models import build
 from mst_scale.pruning import METHODS, prune_model
-from mst_scale.pruning.method import NM, Amount
+from mst_scale.pruning.method import NM, Amount, products
 from mst_scale.pruning.network import calibration_batches, open_calibration
-from mst_scale.pruning.sparsegpt import products
 from tests.support import tiny_run
 from tests.support.twins import GPT2, MASKED, Twins, randomised
 
