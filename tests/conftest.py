@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -26,6 +27,8 @@ for name in list(os.environ):
     if (name.startswith(FOREIGN) or name in FOREIGN_NAMES) and name not in OURS:
         del os.environ[name]
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # several processes share the cores
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # hundreds of processes start, and each would compile all modules anew
+sys.dont_write_bytecode = False
 # Which kernels are faster is not measured: tests would depend on what else the machine does.
 os.environ["MST_SCALE_MEASURE"] = "0"
 # What a process ignores its children ignore too, and a shell among them cannot trap it: nohup's SIGHUP, say.

@@ -34,12 +34,12 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
 from mst_scale.benchmarks.goodput_parts import disk
 
 from mst_scale.comm import ParallelDims
 from mst_scale.config.parallel import KEYS
 from tests.support import forked, tiny_run
+from tests.support.whole_runs import differing, without_times
 
 SAVE_EVERY = 7
 CASES = "2:1,3:2,2:3,4:1,2:2:method=dense,4:1:tensor=2,4:1:pipeline=2"
@@ -51,7 +51,6 @@ FAULTS = (
     "clock jumps", *AFTER_A_KILL,
 )  # fmt: skip
 RATE = 100_000.0  # bytes per second of a slow disk
-TIMES = ("seconds", "tokens_per_s", "step_ms", "save_s", "peak_memory_bytes", "state_bytes", "comm_bytes")
 MST = {
     "method": "mst",
     "sparsity": {"max": 0.8},
@@ -125,7 +124,8 @@ def arguments(folder: Path, case: Case) -> list[str]:
 
 def undisturbed(folder: Path, case: Case) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
-    codes = forked.end(forked.start(case.world, arguments(folder, case), folder / "logs"), 300)
+    argv = [*arguments(folder, case), "--set", "training.async_save=false"]  # its files are the same
+    codes = forked.end(forked.start(case.world, argv, folder / "logs"), 300)
     assert codes == [0] * case.world, (codes, said(folder))
     return folder / "out"
 
@@ -269,31 +269,9 @@ def said(folder: Path, characters: int = 2000) -> str:
 
 def differences(one: Path, other: Path) -> list[str]:
     """Rows, and every tensor of the last checkpoint, that are not equal bit for bit."""
-    found = [f"row {a['step']}" for a, b in zip(rows(one), rows(other), strict=True) if a != b]
-    ours, theirs = tensors(one), tensors(other)
-    assert ours.keys() == theirs.keys() and len(ours) > 10
-    return found + [name for name in ours if not torch.equal(ours[name], theirs[name])]
-
-
-def rows(out: Path) -> list[dict]:
-    return [{key: value for key, value in row.items() if key not in TIMES} for row in tiny_run.rows(out)]
-
-
-def tensors(out: Path) -> dict[str, torch.Tensor]:
-    folder, found = out / "checkpoints" / (out / "checkpoints" / "latest").read_text(), {}
-
-    def collect(value: Any, name: str) -> None:
-        if torch.is_tensor(value):
-            found[name] = value
-        elif isinstance(value, dict | list | tuple):
-            for key, inner in value.items() if isinstance(value, dict) else enumerate(value):
-                collect(inner, f"{name}/{key}")
-
-    for path in sorted(folder.rglob("*.pt")):
-        collect(torch.load(path, weights_only=False), path.name)
-    for path in sorted(folder.rglob("*.safetensors")):
-        found[path.name] = torch.frombuffer(bytearray(path.read_bytes()), dtype=torch.uint8)
-    return found
+    pairs = zip(*(without_times(tiny_run.rows(out)) for out in (one, other)), strict=True)
+    found = [f"row {mine['step']}" for mine, theirs in pairs if mine != theirs]
+    return found + differing(one, other, (one / "checkpoints" / "latest").read_text())
 
 
 def case_of(words: str, faults: int, seed: int) -> Case:

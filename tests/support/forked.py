@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import multiprocessing as mp
 import os
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from tests.support import tiny_run
 
@@ -19,16 +21,26 @@ context.set_forkserver_preload(["tests.support.preloaded"])
 _started: list[mp.process.BaseProcess] = []  # and not yet ended
 
 
-def _rank(environment: dict[str, str], argv: list[str], log: str, before: Callable[[], None] | None) -> None:
+def _rank(environment: dict[str, str], log: str, body: Callable[..., None], arguments: tuple[Any, ...]) -> None:
     os.environ.update(environment)
     file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(file, 1)
     os.dup2(file, 2)
     import torch
 
+    torch.set_num_threads(1)
+    try:
+        body(*arguments)
+    except SystemExit:
+        raise
+    except BaseException:  # multiprocessing would print it itself: a program calls the hook
+        sys.excepthook(*sys.exc_info())
+        sys.exit(1)
+
+
+def _pretrain(argv: list[str], before: Callable[[], None] | None) -> None:
     from mst_scale.pretrain import start
 
-    torch.set_num_threads(1)
     if before is not None:
         before()
     start.main(argv)
@@ -38,15 +50,19 @@ def start(
     world: int, argv: list[str], logs: Path, before: Callable[[], None] | None = None, **more: str
 ) -> list[mp.process.BaseProcess]:
     """The ranks of a run; rank r writes to `logs`/rank<r>. `before()` runs in each, ahead of `pretrain.main`."""
+    return start_ranks(world, _pretrain, (argv, before), logs, **more)
+
+
+def start_ranks(
+    world: int, body: Callable[..., None], arguments: tuple[Any, ...], logs: Path, **more: str
+) -> list[mp.process.BaseProcess]:
+    """Ranks that call `body(*arguments)`, each in a process of its own; rank r writes to `logs`/rank<r>."""
     logs.mkdir(parents=True, exist_ok=True)
-    port = str(tiny_run.free_port())
+    port = tiny_run.free_port()
     processes = []
     for rank in range(world):
-        environment = {
-            "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world),
-            "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", **more,
-        }  # fmt: skip
-        process = context.Process(target=_rank, args=(environment, argv, str(logs / f"rank{rank}"), before))
+        environment = {**tiny_run.rank_environment(rank, world, port), **more}
+        process = context.Process(target=_rank, args=(environment, str(logs / f"rank{rank}"), body, arguments))
         process.start()
         processes.append(process)
         _started.append(process)

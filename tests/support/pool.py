@@ -23,6 +23,7 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
+from tests.support import tiny_run
 from tests.support.forked import context
 
 START_SECONDS = 300.0  # importing torch and DeepSpeed on a busy machine
@@ -43,22 +44,10 @@ def receive(pipe: Connection) -> Any:
     return pickle.loads(pipe.recv_bytes())
 
 
-def _environment(rank: int, world_size: int) -> dict[str, str]:
-    return {
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "WORLD_SIZE": str(world_size),
-        "LOCAL_WORLD_SIZE": str(world_size),
-        "MASTER_ADDR": "127.0.0.1",
-        # the process group meets at a file; DeepSpeed names its shared memory by the port, so workers have one each
-        "MASTER_PORT": str(1 + int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))),
-        "OMP_NUM_THREADS": "1",
-        "DS_ACCELERATOR": "cpu",
-    }
-
-
 def _serve(rank: int, world_size: int, rendezvous: str, pipe: Connection) -> None:
-    os.environ.update(_environment(rank, world_size))
+    # the process group meets at a file; DeepSpeed names its shared memory by the port, so workers have one each
+    port = 1 + int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
+    os.environ.update(tiny_run.rank_environment(rank, world_size, port))
     import torch
     import torch.distributed as dist
 

@@ -1,4 +1,4 @@
-"""A pretraining run small enough for tests: its config, its corpus, its start as real processes."""
+"""A pretraining run small enough for tests: its config, its corpus, the environment of its processes."""
 
 from __future__ import annotations
 
@@ -6,12 +6,14 @@ import json
 import os
 import subprocess
 import sys
+import time
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from mst_scale.comm import free_port
+from mst_scale.comm import free_port  # noqa: F401  (tests take it from here)
 
 ROOT = Path(__file__).parents[2]
 CONTEXT = 32
@@ -75,17 +77,19 @@ def environment(**more: str) -> dict[str, str]:
     }
 
 
-def start(world: int, arguments: list[str], **popen: Any) -> list[subprocess.Popen[str]]:
-    """The ranks of a run as processes of their own, without a launcher between us and them."""
-    port = str(free_port())
-    return [
-        subprocess.Popen(
-            [sys.executable, "-m", "mst_scale.pretrain", *arguments],
-            env=environment(
-                RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world), MASTER_ADDR="127.0.0.1", MASTER_PORT=port
-            ),
-            text=True,
-            **popen,
-        )
-        for rank in range(world)
-    ]
+def rank_environment(rank: int, world: int, port: int | str) -> dict[str, str]:
+    """What a launcher on one machine tells a rank, which computes on the CPU."""
+    return {
+        "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world),
+        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu",
+    }  # fmt: skip
+
+
+def wait_for(moment: Callable[[], Any], processes: Iterable[Any] = (), seconds: float = 120.0) -> None:
+    """Wait until `moment()` is true; none of the processes (of subprocess or multiprocessing) may end before."""
+    deadline = time.monotonic() + seconds
+    while not moment():
+        codes = [p.poll() if isinstance(p, subprocess.Popen) else p.exitcode for p in processes]
+        assert codes == [None] * len(codes), f"a process ended by itself: {codes}"
+        assert time.monotonic() < deadline, f"it has not happened within {seconds:.0f} s"
+        time.sleep(0.01)

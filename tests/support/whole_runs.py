@@ -91,6 +91,19 @@ def without_times(rows: list[dict]) -> list[dict]:
     return [{key: value for key, value in row.items() if key not in TIMES} for row in rows]
 
 
+def differing(one: Path, other: Path, tag: str = "step00000012") -> list[str]:
+    """The tensors of two runs' checkpoints that are not equal bit for bit."""
+    ours, theirs = weights(one, tag), weights(other, tag)
+    assert ours.keys() == theirs.keys() and len(ours) > 5
+    return [name for name in ours if not torch.equal(ours[name], theirs[name])]
+
+
+def assert_same_run(one: Path, other: Path, tag: str = "step00000012") -> None:
+    """Rows, and every tensor of a checkpoint, are equal bit for bit."""
+    assert without_times(tiny_run.rows(one)) == without_times(tiny_run.rows(other))
+    assert differing(one, other, tag) == []
+
+
 def weights(out: Path, tag: str) -> dict[str, torch.Tensor]:
     """Every tensor in a checkpoint's files, optimizer states and masks included."""
     found = {}

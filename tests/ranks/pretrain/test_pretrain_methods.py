@@ -16,7 +16,7 @@ from mst_scale.hugging_face.export import export
 from mst_scale.methods import METHODS
 from mst_scale.models.gpt import GPT
 from tests.support import pool, tiny_run
-from tests.support.whole_runs import arguments, attempt, weights, without_times
+from tests.support.whole_runs import arguments, assert_same_run, attempt
 
 pytestmark = pytest.mark.full
 
@@ -83,9 +83,7 @@ def check_run(tmp_path, name, stage, attempt):
     shutil.copytree(tmp_path / "out", tmp_path / "again")
     shutil.rmtree(tmp_path / "again" / "checkpoints" / END)  # it stopped after step 8
     assert pool.run(attempt, 2, arguments(tmp_path, "again", **blocks)) == [(0, "")] * 2
-    assert without_times(tiny_run.rows(tmp_path / "again")) == without_times(rows)
-    first, second = (weights(tmp_path / out, END) for out in ("out", "again"))
-    assert first.keys() == second.keys() and all(torch.equal(first[key], second[key]) for key in first)
+    assert_same_run(tmp_path / "out", tmp_path / "again")
 
     tokens = torch.arange(tiny_run.CONTEXT)[None] % 64
     for tag in (STOP, END):

@@ -3,13 +3,12 @@
 import shutil
 
 import pytest
-import torch
 
 from mst_scale.config import load
 from mst_scale.flops.formulas import optimizer_flops
 from mst_scale.flops.ledger import forecast
 from tests.support import pool, tiny_run
-from tests.support.whole_runs import MST, arguments, attempt, weights, without_times
+from tests.support.whole_runs import MST, arguments, assert_same_run, attempt, weights
 
 MUON = {"type": "Muon", "params": {"lr": 1e-2, "muon_lr": 2e-2, "betas": [0.9, 0.95], "weight_decay": 0.1}}
 
@@ -28,7 +27,5 @@ def test_a_run_and_the_same_run_stopped_in_its_middle(tmp_path, stage):
     shutil.copytree(tmp_path / "out", tmp_path / "again")
     shutil.rmtree(tmp_path / "again" / "checkpoints" / "step00000012")  # it stopped after step 8
     assert pool.run(attempt, 2, arguments(tmp_path, "again", **blocks)) == [(0, "")] * 2
-    assert without_times(tiny_run.rows(tmp_path / "again")) == without_times(rows)
-    first, second = (weights(tmp_path / out, "step00000012") for out in ("out", "again"))
-    assert any("momentum_buffer" in name for name in first)
-    assert first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
+    assert_same_run(tmp_path / "out", tmp_path / "again")
+    assert any("momentum_buffer" in name for name in weights(tmp_path / "out", "step00000012"))

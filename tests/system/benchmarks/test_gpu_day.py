@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -19,7 +18,7 @@ from mst_scale.benchmarks.gpu_parts.part import Where
 
 from mst_scale.benchmarks import attention, gpu_day
 from mst_scale.hybrid_sparse_attention import tiles
-from tests.support import triton_interpreter
+from tests.support import tiny_run, triton_interpreter
 
 pytestmark = pytest.mark.full
 
@@ -159,18 +158,11 @@ def test_ctrl_c_ends_the_processes_too(tmp_path):
     words = [sys.executable, str(program), "--tiny", "--out", str(tmp_path / "out"), "--parts", "second"]
     day = subprocess.Popen(words, env=environment(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     results = tmp_path / "out" / "results.jsonl"
-    wait_until(lambda: results.exists() and '"late", "began"' in results.read_text(), 60)
+    tiny_run.wait_for(lambda: results.exists() and '"late", "began"' in results.read_text(), [day], 60)
     day.send_signal(signal.SIGINT)
     assert day.wait(30) != 0
     left = subprocess.run(["pgrep", "-f", str(program)], capture_output=True, text=True, check=False)
     assert not left.stdout
-
-
-def wait_until(happened, seconds):
-    end = time.monotonic() + seconds
-    while not happened():
-        assert time.monotonic() < end
-        time.sleep(0.1)
 
 
 def environment():

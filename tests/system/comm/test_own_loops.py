@@ -9,42 +9,15 @@ from datetime import timedelta
 
 import pytest
 
-from tests.support import forked, tiny_run
+from tests.support import forked
 
 pytestmark = pytest.mark.full
 
 LONG = 10**6
 
 
-def _rank(environment, log, body, arguments):
-    os.environ.update(environment)
-    file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    os.dup2(file, 1)
-    os.dup2(file, 2)
-    try:
-        body(*arguments)
-    except SystemExit:
-        raise
-    except BaseException:  # multiprocessing would print it itself: a program calls the hook
-        sys.excepthook(*sys.exc_info())
-        sys.exit(1)
-
-
 def start(folder, world, body, *arguments, **more):
-    folder.mkdir(exist_ok=True)
-    port = str(tiny_run.free_port())
-    processes = []
-    for rank in range(world):
-        environment = {
-            "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world),
-            "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", **more,
-        }  # fmt: skip
-        log = str(folder / f"rank{rank}")
-        process = forked.context.Process(target=_rank, args=(environment, log, body, arguments))
-        process.start()
-        forked._started.append(process)
-        processes.append(process)
-    return processes
+    return forked.start_ranks(world, body, arguments, folder, **more)
 
 
 def said(folder, rank):

@@ -29,10 +29,8 @@ def running(folder, world, before=None, *, save_every=0, mst=SPARSE, **environme
 
 
 def wait_for_rows(folder, processes, count=3):
-    path, deadline = folder / "out" / "metrics.jsonl", time.monotonic() + 120
-    while not path.exists() or path.read_text().count("\n") < count:
-        assert time.monotonic() < deadline and all(p.exitcode is None for p in processes), "it did not start"
-        time.sleep(0.02)
+    path = folder / "out" / "metrics.jsonl"
+    tiny_run.wait_for(lambda: path.exists() and path.read_text().count("\n") >= count, processes)
 
 
 def said(folder, rank):

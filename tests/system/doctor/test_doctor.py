@@ -21,8 +21,7 @@ from mst_scale.compiled import build_locks
 from mst_scale.doctor import examine, full, machine, ranks
 from mst_scale.doctor.findings import LOOK, OK, SKIP, WRONG, Finding, Report, merge, ok, wrong
 from mst_scale.hybrid_sparse_attention import cpp
-from tests.support import pool, tiny_run
-from tests.support.forked import context
+from tests.support import forked, pool, tiny_run
 
 QUICK = {
     "build locks", "ranks meet", "Python", "torch", "DeepSpeed", "Triton", "apex", "GPU", "nvcc", "C++ compiler",
@@ -302,39 +301,25 @@ def test_what_is_wrong_on_rank_1_alone_is_told_by_rank_0():
     assert "choices are broken" in bad["choices"] and findings["training, ZeRO 1"]["verdict"] == OK
 
 
-def fails_between_collectives(rank: int, port: str, log: str) -> None:
+def fails_between_collectives() -> None:
     """A rank of its own: rank 1 has an error in the middle of training, rank 0 waits for it there."""
-    os.environ.update(
-        {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2",
-         "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
-    )  # fmt: skip
     inner, examine.GRACE = full.train_step, 1.0
 
     def step(engine, number, group):
-        if rank == 1 and number == 1:
+        if os.environ["RANK"] == "1" and number == 1:
             raise RuntimeError("this GPU has fallen off the bus")
         return inner(engine, number, group)
 
     full.train_step = step
-    sys.stdout = open(log, "w")  # noqa: SIM115
     examine.leave(*examine.run(True, full=True))
 
 
 def test_a_rank_that_fails_between_collectives_ends_as_a_finding_and_nobody_hangs(tmp_path):
-    port, began = str(tiny_run.free_port()), time.monotonic()
-    logs = [tmp_path / f"rank{rank}" for rank in range(2)]
-    children = [
-        context.Process(target=fails_between_collectives, args=(rank, port, str(log))) for rank, log in enumerate(logs)
-    ]
-    for child in children:
-        child.start()
-    for child in children:
-        child.join(300)
-    codes = [child.exitcode for child in children]
-    for child in children:
-        child.kill()
-    assert codes == [1, 1], time.monotonic() - began
-    findings = found(logs[0].read_text())
+    began = time.monotonic()
+    ranks = forked.start_ranks(2, fails_between_collectives, (), tmp_path)
+    assert forked.end(ranks, 300) == [1, 1], time.monotonic() - began
+    (said,) = [line for line in (tmp_path / "rank0").read_text().splitlines() if line.startswith("[{")]
+    findings = found(said)
     assert "fallen off the bus" in findings["training, ZeRO 0"]["message"]
     assert findings["training, ZeRO 0"]["message"].startswith("rank 1 (")
     assert findings["training, ZeRO 3"]["verdict"] == LOOK and "not checked" in findings["training, ZeRO 3"]["message"]

@@ -6,14 +6,10 @@ import signal
 
 import pytest
 
-from tests.support import forked, tiny_run
+from tests.support import forked
 
 
-def rank_of_trainer(environment, folder, kill_at, resume):
-    os.environ.update(environment)
-    import torch
-
-    torch.set_num_threads(1)
+def rank_of_trainer(folder, kill_at, resume):
     from transformers import TrainerCallback
 
     from tests.ranks.integrations.test_trainer import flat, trained, whole_state
@@ -39,19 +35,8 @@ def rank_of_trainer(environment, folder, kill_at, resume):
 
 def ends(folder, kill_at=0, resume=None):
     """Exit codes of the two ranks of a run."""
-    port = str(tiny_run.free_port())
-    processes = []
-    for rank in range(2):
-        environment = {
-            "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2",
-            "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu",
-        }  # fmt: skip
-        process = forked.context.Process(target=rank_of_trainer, args=(environment, str(folder), kill_at, resume))
-        process.start()
-        processes.append(process)
-    for process in processes:
-        process.join(200)
-    return [process.exitcode for process in processes]
+    arguments = (str(folder), kill_at, resume)
+    return forked.end(forked.start_ranks(2, rank_of_trainer, arguments, folder / "logs"), 200)
 
 
 @pytest.mark.full

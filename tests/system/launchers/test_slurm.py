@@ -14,7 +14,7 @@ from typing import NamedTuple
 import psutil
 import pytest
 
-from tests.support import tiny_run
+from tests.support import pool, tiny_run
 from tests.support.launched import (
     HOSTILE,
     LONG,
@@ -26,6 +26,7 @@ from tests.support.launched import (
     rank_processes,
     story,
 )
+from tests.support.whole_runs import attempt
 
 pytestmark = [pytest.mark.slurm, pytest.mark.full]
 DAEMONS = ("munged", "slurmctld", "slurmd")
@@ -271,14 +272,15 @@ def test_phases_on_their_own_number_of_nodes(cluster, tmp_path):
     tmp_path.chmod(0o755)
     options = ["--gpus-per-node", "0", "--ranks-per-node", "2", "--cpus-per-rank", "1"]
     by_phase = ["--nodes-by-phase", "warmup=2,ultra=1,restore=2,dense=2"]
-    for out, more in (("phases", by_phase), ("whole", ["--nodes", "2"])):
-        words = [*options, *more, "--log", str(tmp_path / f"{out}.log"), "--sbatch", "--open-mode=append"]
-        said = finish(launch("slurm.sh", *words, str(made), "--out", str(tmp_path / out), cwd=tmp_path,
-                             **cluster.environment))  # fmt: skip
-        numbers = re.findall(r"Submitted batch job (\d+)", said)
-        assert len(numbers) == (3 if out == "phases" else 1), said
-        for number in numbers:
-            wait(lambda number=number: state(cluster, number) == "", f"{number} did not end", tmp_path / f"{out}.log")
+    log, out = tmp_path / "log", tmp_path / "phases"
+    words = [*options, *by_phase, "--log", str(log), "--sbatch", "--open-mode=append", str(made), "--out", str(out)]
+    said = finish(launch("slurm.sh", *words, cwd=tmp_path, **cluster.environment))
+    numbers = re.findall(r"Submitted batch job (\d+)", said)
+    assert len(numbers) == 3, said
+    whole = ["--deepspeed_config", str(made), "--out", str(tmp_path / "whole")]
+    assert [code for code, _ in pool.run(attempt, 4, whole)] == [0] * 4
+    for number in numbers:
+        wait(lambda number=number: state(cluster, number) == "", f"{number} did not end", log)
     starts = story(tmp_path / "phases")["starts"]
     ranks = [start["ranks"] for start in starts]
     assert ranks[0] == 4 and 2 in ranks and ranks[-1] == 4 and sorted(set(ranks)) == [2, 4], starts

@@ -8,11 +8,10 @@ import time
 from pathlib import Path
 
 import pytest
-import torch
 
 from mst_scale.checkpoints import store
 from tests.support import forked, pool, tiny_run, whole_runs
-from tests.support.whole_runs import COMPACT, MST, attempt, logged_attempt, weights, without_times
+from tests.support.whole_runs import COMPACT, MST, assert_same_run, attempt, logged_attempt, without_times
 
 pytestmark = pytest.mark.full
 
@@ -74,28 +73,21 @@ def undisturbed(tmp_path_factory) -> Path:
     return folder / "out"
 
 
-def assert_equal(out: Path, undisturbed: Path) -> None:
-    assert without_times(tiny_run.rows(out)) == without_times(tiny_run.rows(undisturbed))
-    ours, theirs = weights(out, "step00000012"), weights(undisturbed, "step00000012")
-    assert ours.keys() == theirs.keys() and len(ours) > 10
-    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
-
-
 def test_a_run_killed_while_a_checkpoint_is_written_continues_from_the_one_before(tmp_path, undisturbed):
     argv, out, stopped = arguments(tmp_path, mst=MST), tmp_path / "out", tmp_path / "stopped"
     processes = forked.start(2, argv, tmp_path / "logs", functools.partial(hold_writer, 8, str(stopped)))
     folder = out / "checkpoints"
-    wait_for(lambda: list(folder.glob("step00000008.*.partial/reports/00000.json")) and stopped.exists())
+    tiny_run.wait_for(lambda: list(folder.glob("step00000008.*.partial/reports/00000.json")) and stopped.exists())
     writer = int(stopped.read_text())
     for process in processes:
         process.kill()
     forked.end(processes, 60)
-    wait_for(lambda: not is_running(writer))
+    tiny_run.wait_for(lambda: not is_running(writer))
     assert store.list_tags(folder) == ["step00000004"] and store.damage(folder / "step00000004") == []
     assert list(folder.glob("step00000008.*.partial")), "the half of the checkpoint that rank 0 has written"
     results = pool.run(logged_attempt, 2, argv)
     assert [code for code, _ in results] == [0, 0] and "from step 4" in results[0][1]
-    assert_equal(out, undisturbed)
+    assert_same_run(out, undisturbed)
     assert not list(folder.glob("*.partial"))
 
 
@@ -106,7 +98,7 @@ def test_a_run_that_is_asked_to_stop_waits_for_the_writer(tmp_path, undisturbed,
     held.touch()
     processes = forked.start(2, argv, tmp_path / "logs", functools.partial(_both, str(stopped), str(held)))
     folder = out / "checkpoints"
-    wait_for(stopped.exists)
+    tiny_run.wait_for(stopped.exists)
     writer = int(stopped.read_text())
     os.kill(processes[1].pid, signum)
     os.kill(writer, signum)  # as Slurm, which signals all processes of a step
@@ -118,7 +110,7 @@ def test_a_run_that_is_asked_to_stop_waits_for_the_writer(tmp_path, undisturbed,
     tags = store.list_tags(folder)
     assert len(tags) == 2 and tags[1] == "step00000004" and all(store.damage(folder / tag) == [] for tag in tags)
     assert pool.run(attempt, 2, argv) == [(0, "")] * 2
-    assert_equal(out, undisturbed)
+    assert_same_run(out, undisturbed)
 
 
 def _both(stopped: str, held: str) -> None:
@@ -151,7 +143,7 @@ def test_a_killed_writer_costs_one_checkpoint_and_not_the_run(tmp_path, undistur
     assert store.list_tags(tmp_path / "out" / "checkpoints") == ["step00000012", "step00000008"]
     events = json.loads((tmp_path / "out" / "run.json").read_text())["events"]
     assert [event["step"] for event in events if event["what"] == "failed save"] == [4]
-    assert_equal(tmp_path / "out", undisturbed)
+    assert_same_run(tmp_path / "out", undisturbed)
 
 
 def test_saves_that_keep_failing_do_not_end_the_run(tmp_path):
@@ -187,7 +179,7 @@ def test_training_waits_for_a_checkpoint_of_which_there_is_no_copy(tmp_path, und
     events = json.loads((tmp_path / "out" / "run.json").read_text())["events"]
     assert not [event for event in events if event["what"] == "failed save"]
     assert tiny_run.rows(tmp_path / "out")[4]["save_s"] > 0, "step 4 was saved"
-    assert_equal(tmp_path / "out", undisturbed)
+    assert_same_run(tmp_path / "out", undisturbed)
 
 
 def is_running(pid: int) -> bool:
@@ -195,10 +187,3 @@ def is_running(pid: int) -> bool:
         return "Z" not in Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except FileNotFoundError:
         return False
-
-
-def wait_for(what, seconds: float = 60.0) -> None:
-    end = time.monotonic() + seconds
-    while not what():
-        assert time.monotonic() < end
-        time.sleep(0.02)

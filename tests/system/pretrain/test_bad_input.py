@@ -382,14 +382,9 @@ def test_a_taken_port_is_named(tmp_path):
         port = str(taken.getsockname()[1])
         child = subprocess.run(
             [sys.executable, "-m", "mst_scale.pretrain", *arguments(tmp_path)],
-            env=tiny_run.environment(
-                RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=port
-            ),
-            capture_output=True,
-            text=True,
-            timeout=120,
-            check=False,
-        )
+            env=tiny_run.environment(**tiny_run.rank_environment(0, 1, port)),
+            capture_output=True, text=True, timeout=120, check=False,
+        )  # fmt: skip
     ours = [line for line in child.stderr.splitlines() if line.startswith("mst_scale: ")]
     assert child.returncode == 1
     assert len(ours) == 1 and port in ours[0] and "--master_port" in ours[0]

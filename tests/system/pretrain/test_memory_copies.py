@@ -10,12 +10,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
 
 from mst_scale.checkpoints import memory_copies, store
 from mst_scale.run_logging.run_file import DIVERGED
 from tests.support import forked, pool, tiny_run
-from tests.support.whole_runs import COMPACT, MST, arguments, attempt, logged_attempt, weights, without_times
+from tests.support.whole_runs import COMPACT, MST, arguments, assert_same_run, attempt, logged_attempt
 from tests.system.pretrain.test_verification import FLIPPED_AT, flipped
 
 pytestmark = pytest.mark.full
@@ -51,22 +50,8 @@ def undisturbed(tmp_path_factory):
     return run
 
 
-def assert_equal(out: Path, undisturbed: Path) -> None:
-    assert without_times(tiny_run.rows(out)) == without_times(tiny_run.rows(undisturbed))
-    ours, theirs = weights(out, "step00000012"), weights(undisturbed, "step00000012")
-    assert ours.keys() == theirs.keys() and len(ours) > 5
-    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
-
-
 def record_of(out: Path) -> dict:
     return json.loads((out / "run.json").read_text())
-
-
-def wait_for(what, seconds: float = 60.0) -> None:
-    end = time.monotonic() + seconds
-    while not what():
-        assert time.monotonic() < end
-        time.sleep(0.01)
 
 
 def killed(tmp_path: Path, argv: list[str], step: int, ready, *, victims=(0, 1), before=None) -> None:
@@ -75,7 +60,7 @@ def killed(tmp_path: Path, argv: list[str], step: int, ready, *, victims=(0, 1),
     held.touch()
     hold = functools.partial(_both, before, step, str(held))
     processes = forked.start(2, argv, tmp_path / "logs", hold)
-    wait_for(ready)
+    tiny_run.wait_for(ready)
     for rank in victims:
         processes[rank].kill()
     held.unlink()
@@ -123,7 +108,7 @@ def test_a_run_continues_from_memory_after_all_ranks_are_killed(tmp_path, folder
     assert record_of(out)["starts"][-1]["from_step"] == 6
     (event,) = [event for event in record_of(out)["events"] if event["what"] == "continued from memory"]
     assert event["step"] == 6 and event["parts"] == 2
-    assert_equal(out, undisturbed(case))
+    assert_same_run(out, undisturbed(case))
     assert not folder.parent.exists(), "a run that has ended leaves nothing in memory"
 
 
@@ -144,7 +129,7 @@ def test_a_run_killed_at_any_moment_of_a_copy_continues_from_one_that_is_complet
     chance, out = random.Random(7), tmp_path / "out"
     for number in range(2):
         processes = forked.start(2, argv, tmp_path / "logs", copies_wait)
-        wait_for(lambda number=number: len(steps_of(folder, number)) > 1)
+        tiny_run.wait_for(lambda number=number: len(steps_of(folder, number)) > 1)
         time.sleep(0.1 * chance.random())
         for process in processes:
             process.kill()
@@ -154,7 +139,7 @@ def test_a_run_killed_at_any_moment_of_a_copy_continues_from_one_that_is_complet
     results = pool.run(logged_attempt, 2, argv)
     assert [code for code, _ in results] == [0, 0], results
     assert f"continues from memory, at step {max(complete)}" in results[0][1]
-    assert_equal(out, undisturbed("stage 1"))
+    assert_same_run(out, undisturbed("stage 1"))
 
 
 def damage(folder: Path, step: int, rank: int) -> None:
@@ -182,7 +167,7 @@ def test_parts_that_are_damaged_or_missing_are_not_used(tmp_path, folder, undist
     assert [code for code, _ in results] == [0, 0], results
     assert "step 8 in memory is not used: no host has the part of rank 0" in results[0][1]
     assert record_of(out)["starts"][-1]["from_step"] == 6
-    assert_equal(out, undisturbed("stage 1"))
+    assert_same_run(out, undisturbed("stage 1"))
 
 
 # --- several hosts ---
@@ -207,7 +192,7 @@ def test_a_host_that_is_lost_is_replaced_by_the_copy_of_its_neighbor(tmp_path, f
     results = pool.run(attempt_on_hosts, 2, argv)
     assert [code for code, _ in results] == [0, 0], results
     assert "continues from memory, at step 6" in results[0][1] and "and one of the host before it" in results[0][1]
-    assert_equal(out, undisturbed("stage 3"))
+    assert_same_run(out, undisturbed("stage 3"))
     assert not folder.parent.exists()
 
 
@@ -220,7 +205,7 @@ def test_a_damaged_part_is_read_from_the_other_host(tmp_path, folder, undisturbe
     results = pool.run(attempt_on_hosts, 2, argv)
     assert [code for code, _ in results] == [0, 0], results
     assert "continues from memory, at step 6" in results[0][1]
-    assert_equal(out, undisturbed("stage 1"))
+    assert_same_run(out, undisturbed("stage 1"))
 
 
 def kill_writer(rank: int, world: int, argv: list[str], on_hosts: bool) -> tuple[int, str]:
@@ -248,7 +233,7 @@ def test_a_killed_writer_costs_a_copy_and_nothing_else(tmp_path, folder, undistu
     assert [code for code, _ in results] == [0, 0], results
     assert "ended by SIGKILL" in results[1][1]
     assert not [event for event in record_of(tmp_path / "out")["events"] if event["what"] == "failed save"]
-    assert_equal(tmp_path / "out", undisturbed("stage 1"))
+    assert_same_run(tmp_path / "out", undisturbed("stage 1"))
 
 
 # --- what ends a run ---
@@ -288,4 +273,4 @@ def test_after_silent_corruption_the_copy_of_a_verified_step_is_used(tmp_path, f
     assert [code for code, _ in results] == [0, 0], results
     assert "step 8 in memory is not used: silent corruption was found" in results[0][1]
     assert "continues from memory, at step 4" in results[0][1]
-    assert_equal(out, undisturbed("stage 1"))
+    assert_same_run(out, undisturbed("stage 1"))

@@ -13,13 +13,12 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
-import torch
 
 from mst_scale.checkpoints import store
 from mst_scale.config import load
 from mst_scale.flops.ledger import forecast
 from tests.support import forked, pool, tiny_run
-from tests.support.whole_runs import MST, arguments, attempt, logged_attempt, weights, without_times
+from tests.support.whole_runs import MST, arguments, assert_same_run, attempt, logged_attempt, without_times
 
 CONTRACT = [
     "step", "tokens", "loss", "lr", "grad_norm", "phase", "target_sparsity", "sparsity", "flops", "flops_dense",
@@ -68,9 +67,8 @@ def test_a_config_that_names_a_source_runs_in_a_fresh_folder(tmp_path):
         "--set", f"data.dir={tmp_path / 'corpus'}", "--set", "data.max_bytes=1000000",
         "--set", "model.n_layer=1", "--set", "training.eval_sequences=8",
     ]  # fmt: skip
-    processes = tiny_run.start(2, argv, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
-    texts = [process.communicate(timeout=180)[1] for process in processes]
-    assert [process.returncode for process in processes] == [0, 0], texts
+    processes = forked.start(2, argv, tmp_path / "logs")
+    assert forked.end(processes, 180) == [0, 0], (tmp_path / "logs" / "rank0").read_text()
     assert (tmp_path / "corpus" / "meta.json").exists()
     assert [row["step"] for row in tiny_run.rows(tmp_path / "x")][-1] == 30
 
@@ -142,15 +140,6 @@ def test_the_losses_do_not_depend_on_how_many_processes_share_the_batch(tmp_path
             assert val is None or val == pytest.approx(expected_val, rel=1e-5)
 
 
-def wait_for(condition, processes, seconds: float = 120.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "it took too long"
-        codes = [p.poll() if isinstance(p, subprocess.Popen) else p.exitcode for p in processes]
-        assert codes == [None] * len(codes), "a rank ended by itself"
-        time.sleep(0.005)
-
-
 def logged(out: Path) -> int:
     path = out / "metrics.jsonl"
     return path.read_text().count("\n") if path.exists() else 0
@@ -189,7 +178,7 @@ def test_killed_at_several_moments_and_resumed_bit_for_bit(tmp_path, undisturbed
     }
     for name, (before, moment) in moments.items():
         processes = forked.start(2, argv, tmp_path / "logs", before)
-        wait_for(moment, processes)
+        tiny_run.wait_for(moment, processes)
         half = list((out / "checkpoints").glob("step00000004.partial/*optim_states.pt"))
         for process in processes:
             process.kill()
@@ -198,12 +187,8 @@ def test_killed_at_several_moments_and_resumed_bit_for_bit(tmp_path, undisturbed
     # a torn last line, as a kill within a write leaves it
     with (out / "metrics.jsonl").open("a") as file:
         file.write('{"step": 99, "lo')
-    processes = tiny_run.start(2, argv, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    assert [process.wait(180) for process in processes] == [0, 0]
-    assert without_times(tiny_run.rows(out)) == without_times(tiny_run.rows(undisturbed))
-    ours, theirs = weights(out, "step00000012"), weights(undisturbed, "step00000012")
-    assert ours.keys() == theirs.keys() and len(ours) > 10
-    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+    assert forked.end(forked.start(2, argv, tmp_path / "logs"), 180) == [0, 0]
+    assert_same_run(out, undisturbed)
     assert not list((out / "checkpoints").glob("*.partial")), "leftovers of killed saves are swept"
 
 
@@ -229,21 +214,18 @@ def test_a_damaged_newest_checkpoint_is_named_and_the_one_before_is_used(tmp_pat
     assert [code for code, _ in results] == [0, 0]
     text = "".join(text for _, text in results)
     assert "step00000012 is damaged" in text and victim.name in text
-    assert without_times(tiny_run.rows(tmp_path / "out")) == without_times(tiny_run.rows(undisturbed))
-    again = weights(tmp_path / "out", "step00000012")
-    assert [n for n, value in weights(undisturbed, "step00000012").items() if not torch.equal(again[n], value)] == []
+    assert_same_run(tmp_path / "out", undisturbed)
 
 
 @pytest.mark.parametrize("signum", [signal.SIGTERM, pytest.param(signal.SIGUSR1, marks=pytest.mark.full)])
 def test_a_signal_to_one_rank_saves_on_all_and_exits_0(tmp_path, signum):
     argv = arguments(tmp_path, "out", "--steps", "5000", training={"save_every": 0, "eval_every": 0})
     out = tmp_path / "out"
-    processes = tiny_run.start(2, argv, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
-    wait_for(lambda: logged(out) >= 3, processes)
+    processes = forked.start(2, argv, tmp_path / "logs")
+    tiny_run.wait_for(lambda: logged(out) >= 3, processes)
     os.kill(processes[1].pid, signum)
-    texts = [process.communicate(timeout=60)[0] for process in processes]
-    assert [process.returncode for process in processes] == [0, 0]
-    assert "asked to stop" in texts[0]
+    assert forked.end(processes, 60) == [0, 0]
+    assert "asked to stop" in (tmp_path / "logs" / "rank0").read_text()
     (tag,) = [path.name for path in (out / "checkpoints").iterdir() if path.is_dir()]
     assert int(tag.removeprefix("step")) == tiny_run.rows(out)[-1]["step"]
 
@@ -269,9 +251,7 @@ def test_a_run_that_was_asked_to_stop_resumes_bit_for_bit(tmp_path, undisturbed)
     assert [code for code, _ in pool.run(stopped_at_5, 2, argv)] == [0, 0]
     assert tiny_run.rows(out)[-1]["step"] == 5 and (out / "checkpoints" / "step00000005").is_dir()
     assert pool.run(attempt, 2, argv) == [(0, "")] * 2
-    assert without_times(tiny_run.rows(out)) == without_times(tiny_run.rows(undisturbed))
-    ours, theirs = weights(out, "step00000012"), weights(undisturbed, "step00000012")
-    assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
+    assert_same_run(out, undisturbed)
 
 
 def test_a_finished_run_that_is_started_again_changes_nothing(tmp_path, undisturbed):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -32,19 +33,19 @@ def payloads(path: Path) -> list[bytes]:
     return found
 
 
-def test_an_offline_run_holds_every_metric(tmp_path, monkeypatch):
+def test_an_offline_run_holds_every_metric(tmp_path):
     from wandb.proto import wandb_internal_pb2
 
     blocks = {
         "wandb": {"enabled": True, "project": "mst_scale"},
         "csv_monitor": {"enabled": True, "output_path": str(tmp_path / "csv")},
     }
-    argv = arguments(tmp_path, mst=MST, **blocks)
-    monkeypatch.setenv("WANDB_MODE", "offline")
-    monkeypatch.setenv("WANDB_DIR", str(tmp_path))
-    (process,) = tiny_run.start(1, argv, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
-    text = process.communicate(timeout=180)[1]
-    assert process.returncode == 0, text
+    done = subprocess.run(
+        [sys.executable, "-m", "mst_scale.pretrain", *arguments(tmp_path, mst=MST, **blocks)],
+        env=tiny_run.environment(WANDB_MODE="offline", WANDB_DIR=str(tmp_path)),
+        capture_output=True, text=True, timeout=180, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
     (offline,) = tmp_path.glob("wandb/offline-run-*/run-*.wandb")
     values: dict[str, dict[int, str]] = {}
     for payload in payloads(offline):
