@@ -54,7 +54,6 @@ LONGEST = (
     "tests/system/launchers/test_launchers.py",
     "tests/system/benchmarks/test_gpu_day.py",
     "tests/system/pretrain/test_pretrain.py",
-    "tests/system/pretrain/test_operations.py",
     "tests/system/pretrain/test_bad_input.py",
     "tests/system/pretrain/test_chaos.py",
     "tests/ranks/config/test_support.py",

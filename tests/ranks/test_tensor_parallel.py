@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.support.cut_models import TINY, Training, built, tokens_and_targets, trained
+from tests.support.cut_models import TINY, Training, assert_equals_one_rank, assert_rejected, built, tokens_and_targets
 from tests.support.pool import run
 
 
@@ -97,41 +97,24 @@ def test_the_product_can_be_replaced():
     run(_replaced_product, 2)
 
 
-def close(mine: tuple[list[float], list[float]], reference: tuple[list[float], list[float]], rtol: float) -> None:
-    for got, expected in zip(mine, reference, strict=True):
-        assert got == pytest.approx(expected, rel=rtol)
-
-
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_training_equals_that_on_one_rank(stage: int):
     """Tensor 2 × data 2. float32: Adam divides by gradients' sizes, so rounding grows a little from step to step."""
     how = Training(stage, steps=6)
-    (reference,) = run(trained, 1, {}, how)
-    for mine in run(trained, 4, {"tensor": 2}, how):
-        close(mine, reference, 1e-5)
+    assert_equals_one_rank(4, {"tensor": 2}, how, 1e-5)
 
 
 @pytest.mark.full
 def test_training_over_four_slices():
     how = Training(stage=1, steps=20)
-    (reference,) = run(trained, 1, {}, how)
-    for mine in run(trained, 4, {"tensor": 4}, how):
-        close(mine, reference, 1e-4)
+    assert_equals_one_rank(4, {"tensor": 4}, how, 1e-4)
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_bf16_counts_each_weight_once(stage: int):
     """bfloat16 has 8 bits: losses and norms within a few of its steps of one rank's."""
     how = Training(stage, steps=3, deepspeed={"bf16": {"enabled": True}})
-    (reference,) = run(trained, 1, {}, how)
-    for mine in run(trained, 2, {"tensor": 2}, how):
-        close(mine, reference, 2e-2)
-
-
-def _rejected(rank: int, world: int, sizes: dict[str, int], changes: dict[str, Any]) -> str:
-    with pytest.raises(ValueError) as error:
-        built(sizes, **changes)
-    return str(error.value)
+    assert_equals_one_rank(2, {"tensor": 2}, how, 2e-2)
 
 
 @pytest.mark.parametrize(
@@ -144,5 +127,4 @@ def _rejected(rank: int, world: int, sizes: dict[str, int], changes: dict[str, A
     ],
 )
 def test_indivisible_sizes_are_rejected_in_one_line(sizes: dict[str, int], changes: dict[str, Any], words: str):
-    for said in run(_rejected, 2, sizes, changes):
-        assert words in said and "\n" not in said
+    assert_rejected(sizes, changes, words)

@@ -5,14 +5,14 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from mst_scale import zero_shards
-from tests.support.layouts import give_gradients, whole_masks
+from tests.support import layouts
 
 BATCH, MICRO, LENGTH, VOCAB = 4, 2, 8, 48
 LLAMA = {
@@ -45,16 +45,11 @@ class Cut:
 
 
 @dataclass(frozen=True)
-class Recipe:
+class Recipe(layouts.Recipe):
     """What every layout does alike."""
 
-    steps: int = 6
     of: int = 14
     precision: str = "fp32"
-    given_gradients: bool = False
-    mst: dict[str, Any] = field(default_factory=dict)
-    deepspeed: dict[str, Any] = field(default_factory=dict)
-    model: dict[str, Any] = field(default_factory=dict)
 
 
 def config(cut: Cut, recipe: Recipe) -> dict[str, Any]:
@@ -71,13 +66,7 @@ def config(cut: Cut, recipe: Recipe) -> dict[str, Any]:
         **low,
         **recipe.deepspeed,
         "training": {"steps": recipe.of, "seed": 3},
-        "mst": {
-            "method": "mst",
-            "sparsity": {"max": 0.7},
-            "attention": {"stride": 4},
-            **recipe.mst,
-            "topology": {"interval": 2, "check_every": 3, **recipe.mst.get("topology", {})},
-        },
+        "mst": layouts.sparse_block(recipe, 0.7),
     }
 
 
@@ -181,29 +170,18 @@ def masters(engine: Any) -> dict[str, torch.Tensor]:
 
 def trained(rank: int, world: int, cut: Cut, recipe: Recipe, kills: bool = False) -> dict[str, Any]:
     """Losses, norms, and after every topology step the masks and what was reported of it."""
-    found: dict[str, Any] = {
-        "losses": [],
-        "norms": [],
-        "masks": [],
-        "changes": [],
-        "digests": [],
-        "dead": [],
-        "revived": [],
-    }
+    keys = ("losses", "norms", "masks", "changes", "digests", "dead", "revived")
+    found: dict[str, Any] = {key: [] for key in keys}
     with started(cut, recipe) as engine:
         if kills:
             kill_units(engine)
         if recipe.given_gradients:
-            give_gradients(engine)
+            layouts.give_gradients(engine)
         for number in range(recipe.steps):
             found["losses"].append(step(cut, engine, number))
             found["norms"].append(zero_shards.grad_norm(engine))
             if engine.mst.changed_at == number + 1:
-                found["masks"].append(whole_masks(engine))
-                found["digests"].append(engine.mst.state.gather_digests())
-                found["changes"].append(
-                    [(c.name, c.before, c.active, c.pruned, c.grown, c.regrown) for c in engine.mst.changes]
-                )
+                layouts.note_masks(found, engine)
                 found["dead"].append(engine.mst.dead_units())
                 found["revived"].append(engine.mst.revived)
         found["sparsity"], found["densities"] = engine.mst.sparsity, engine.mst.densities()

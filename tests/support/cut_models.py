@@ -6,9 +6,11 @@ import dataclasses
 from dataclasses import dataclass, field
 from typing import Any
 
+import pytest
 import torch
 
 from mst_scale.config import ModelConfig
+from tests.support.pool import run
 
 TINY = ModelConfig(n_layer=3, n_head=4, n_embd=16, seq_length=8, vocab_size=50, bias=True)
 BATCH, MICRO = 8, 2
@@ -91,3 +93,23 @@ def trained(rank: int, world: int, sizes: dict[str, int], how: Training) -> tupl
         norms.append(zero_shards.grad_norm(engine))
     engine.destroy()
     return losses, norms
+
+
+def assert_equals_one_rank(world: int, sizes: dict[str, int], how: Training, rtol: float) -> None:
+    """Losses and gradient norms on every rank are those of the whole model on one."""
+    (reference,) = run(trained, 1, {}, how)
+    for mine in run(trained, world, sizes, how):
+        for got, expected in zip(mine, reference, strict=True):
+            assert got == pytest.approx(expected, rel=rtol)
+
+
+def _rejected(rank: int, world: int, sizes: dict[str, int], changes: dict[str, Any]) -> str:
+    with pytest.raises(ValueError) as error:
+        built(sizes, **changes)
+    return str(error.value)
+
+
+def assert_rejected(sizes: dict[str, int], changes: dict[str, Any], words: str) -> None:
+    """Each of two ranks rejects this model in one line."""
+    for said in run(_rejected, 2, sizes, changes):
+        assert words in said and "\n" not in said

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import time
@@ -121,3 +122,23 @@ def hostfile(folder: Path, text: str) -> Path:
     path = folder / "it's a hostfile"
     path.write_text(text)
     return path
+
+
+def programs(folder: Path, **scripts: str) -> str:
+    """A PATH of this machine's own programs without any cluster's, and these shell scripts before them.
+
+    The launchers are copied beside, for where they lie they put an environment of their own (.venv) before all that.
+    """
+    folder.mkdir()
+    shutil.copytree(LAUNCHERS, folder.parent / "launchers")
+    for name, body in scripts.items():
+        (folder / name).write_text(f"#!/bin/bash\n{body}\n")
+        (folder / name).chmod(0o755)
+    if "deepspeed" in scripts:  # `mst launch local` starts the module that DeepSpeed's command does
+        module = folder.parent / "deepspeed" / "launcher" / "launch.py"
+        module.parent.mkdir(parents=True)
+        for package in (module.parent, module.parent.parent):
+            (package / "__init__.py").touch()
+        module.write_text(f"import os\nos.execv('/bin/bash', ['bash', {str(folder / 'deepspeed')!r}])\n")
+    python = str(Path(shutil.which("python", path=tiny_run.environment()["PATH"]) or "").parent)
+    return os.pathsep.join([str(folder), python, "/usr/bin", "/bin"])

@@ -57,13 +57,7 @@ class Recipe:
 def config(layout: Layout, recipe: Recipe) -> dict[str, Any]:
     raw = cut_models.settings(layout.stage, **recipe.deepspeed)
     raw["training"] = {"steps": recipe.of, "seed": 3}
-    raw["mst"] = {
-        "method": "mst",
-        "sparsity": {"max": 0.8},
-        "attention": {"stride": 4},
-        **recipe.mst,
-        "topology": {"interval": 2, "check_every": 3, **recipe.mst.get("topology", {})},
-    }
+    raw["mst"] = sparse_block(recipe, 0.8)
     return raw
 
 
@@ -123,6 +117,24 @@ def give_gradients(engine: Any, seed: int = 9) -> None:
     engine._take_model_step = step_with_these
 
 
+def sparse_block(recipe: Recipe, largest: float) -> dict[str, Any]:
+    """The `mst` block of a recipe."""
+    return {
+        "method": "mst",
+        "sparsity": {"max": largest},
+        "attention": {"stride": 4},
+        **recipe.mst,
+        "topology": {"interval": 2, "check_every": 3, **recipe.mst.get("topology", {})},
+    }
+
+
+def note_masks(found: dict[str, Any], engine: Any) -> None:
+    """Add the masks after a topology step, and what was reported of it."""
+    found["masks"].append(whole_masks(engine))
+    found["digests"].append(engine.mst.state.gather_digests())
+    found["changes"].append([(c.name, c.before, c.active, c.pruned, c.grown, c.regrown) for c in engine.mst.changes])
+
+
 def trained(rank: int, world: int, layout: Layout, recipe: Recipe) -> dict[str, Any]:
     """Losses, norms, and after every topology step the masks and what was reported of it."""
     from mst_scale import zero_shards
@@ -135,11 +147,7 @@ def trained(rank: int, world: int, layout: Layout, recipe: Recipe) -> dict[str, 
             found["losses"].append(step(mesh, engine, number))
             found["norms"].append(zero_shards.grad_norm(engine))
             if engine.mst.changed_at == number + 1:
-                found["masks"].append(whole_masks(engine))
-                found["digests"].append(engine.mst.state.gather_digests())
-                found["changes"].append(
-                    [(c.name, c.before, c.active, c.pruned, c.grown, c.regrown) for c in engine.mst.changes]
-                )
+                note_masks(found, engine)
         found["sparsity"], found["densities"] = engine.mst.sparsity, engine.mst.densities()
     return found
 

@@ -33,3 +33,10 @@ def jsonl(path: Path, texts: list[str], key: str = "text") -> Path:
 def make(source: object, out: Path, tokenizer: str = "byte", workers: int = 1, **recipe: object) -> dict:
     named = [str(path) for path in source] if isinstance(source, list) else str(source)
     return prepare(Recipe(named, tokenizer, **recipe), out, workers=workers)  # type: ignore[arg-type]
+
+
+def contents(out: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in out.iterdir() if path.name != ".lock"}
+
+
+TEXTS = [words(1 + n % 17, seed=n) for n in range(300)]

@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.ranks.test_tensor_parallel import close
-from tests.support.cut_models import TINY, Training, built, trained
+from tests.support.cut_models import TINY, Training, assert_equals_one_rank, assert_rejected, built
 from tests.support.pool import run
 
 
@@ -50,38 +49,24 @@ def test_stages_hold_the_whole_model(tied: bool, tensor: int):
 def test_training_equals_that_on_one_rank(stage: int, sizes: dict[str, int], tied: bool):
     """Losses and gradient norms, which count what stages and slices have in common once. float32, another order."""
     how = Training(stage, steps=6, model={"tied_head": tied, "activation_checkpointing": not tied})
-    (reference,) = run(trained, 1, {}, how)
-    for mine in run(trained, 2 * sizes.get("tensor", 1), sizes, how):
-        close(mine, reference, 1e-5)
+    assert_equals_one_rank(2 * sizes.get("tensor", 1), sizes, how, 1e-5)
 
 
 def test_two_replicas_of_two_stages():
     how = Training(stage=1, steps=20)
-    (reference,) = run(trained, 1, {}, how)
-    for mine in run(trained, 4, {"pipeline": 2}, how):
-        close(mine, reference, 1e-4)
+    assert_equals_one_rank(4, {"pipeline": 2}, how, 1e-4)
 
 
 @pytest.mark.full
 def test_eight_ranks_cut_all_three_ways():
     how = Training(stage=1, steps=5)
-    (reference,) = run(trained, 1, {}, how)
-    for mine in run(trained, 8, {"pipeline": 2, "tensor": 2}, how):
-        close(mine, reference, 1e-5)
+    assert_equals_one_rank(8, {"pipeline": 2, "tensor": 2}, how, 1e-5)
 
 
 def test_bf16():
     """Within a few of bfloat16's steps (8 bits)."""
     how = Training(stage=1, steps=3, deepspeed={"bf16": {"enabled": True}})
-    (reference,) = run(trained, 1, {}, how)
-    for mine in run(trained, 4, {"pipeline": 2, "tensor": 2}, how):
-        close(mine, reference, 2e-2)
-
-
-def _rejected(rank: int, world: int, sizes: dict[str, int], changes: dict[str, Any]) -> str:
-    with pytest.raises(ValueError) as error:
-        built(sizes, **changes)
-    return str(error.value)
+    assert_equals_one_rank(4, {"pipeline": 2, "tensor": 2}, how, 2e-2)
 
 
 @pytest.mark.parametrize(
@@ -94,5 +79,4 @@ def _rejected(rank: int, world: int, sizes: dict[str, int], changes: dict[str, A
     ],
 )
 def test_indivisible_sizes_are_rejected_in_one_line(sizes: dict[str, int], changes: dict[str, Any], words: str):
-    for said in run(_rejected, 2, sizes, changes):
-        assert words in said and "\n" not in said
+    assert_rejected(sizes, changes, words)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import inspect
 import json
 import threading
@@ -16,7 +17,14 @@ import tiktoken.load
 
 from mst_scale.data import tokenizer as tok
 from mst_scale.data.corpus import META
-from mst_scale.data.tokenizer import load_tokenizer, token_dtype, tokenizer_identity, write_tokenizer
+from mst_scale.data.tokenizer import (
+    TrainedWith,
+    chosen,
+    load_tokenizer,
+    token_dtype,
+    tokenizer_identity,
+    write_tokenizer,
+)
 from mst_scale.errors import UserError
 from tests.support.texts import MERGES, jsonl, make, rank_file, words
 
@@ -290,3 +298,20 @@ def test_without_a_network_the_error_names_the_vocabulary(monkeypatch: pytest.Mo
     monkeypatch.setattr(huggingface_hub, "hf_hub_download", closed)
     with pytest.raises(OSError, match=r"ConnectionError.*vocab\.txt"):
         load_tokenizer("bert-base-cased")
+
+
+def ranks(*order):
+    return "".join(f"{base64.b64encode(bytes([byte])).decode()} {rank}\n" for rank, byte in enumerate(order))
+
+
+def test_a_file_that_has_changed(tmp_path):
+    file = tmp_path / "bytes.tiktoken"
+    file.write_text(ranks(*range(256)))
+    before = TrainedWith(str(file), tokenizer_identity(str(file)))
+    assert chosen(None, before, "the run") == before == chosen(str(file), before, "the run")
+    file.write_text(ranks(*reversed(range(256))))
+    for given in (None, str(file)):
+        with pytest.raises(UserError, match="has changed since"):
+            chosen(given, before, "the run")
+    file.unlink()
+    assert chosen(None, before, "the run") == before, "whoever needs it says that it is missing"

@@ -10,6 +10,7 @@ from mst_scale.config import MODELS, ModelConfig
 from mst_scale.hybrid_sparse_attention import Pattern, set_pattern
 from mst_scale.models import GPT, initial_weights
 from mst_scale.models import gpt as gpt_file
+from mst_scale.models.initial_weights import not_drawn
 
 TOY = ModelConfig(n_layer=2, n_head=2, n_embd=32, seq_length=16, vocab_size=60)
 
@@ -282,3 +283,15 @@ def test_compiled_model_gives_the_same_loss():
     torch.testing.assert_close(loss, eager)
     for name, grad in gradients(model).items():
         torch.testing.assert_close(grad, want[name], rtol=1e-4, atol=1e-7, msg=name)  # float32 sums in another order
+
+
+def test_weights_that_are_written_next_are_zeros():
+    shape = ModelConfig(n_layer=1, n_head=2, n_embd=16, seq_length=8, vocab_size=64)
+    with not_drawn():
+        parameters = dict(GPT(shape).named_parameters())
+    assert not any(p.any() for name, p in parameters.items() if p.dim() > 1)
+    torch.manual_seed(0)
+    first = GPT(shape).state_dict()
+    torch.manual_seed(0)
+    assert all(torch.equal(value, first[name]) for name, value in GPT(shape).state_dict().items())
+    assert first["wte.weight"].std() > 0
