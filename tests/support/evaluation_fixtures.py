@@ -6,24 +6,19 @@ import pytest
 
 from mst_scale.data.prepare import prepare
 from mst_scale.data.recipe import Recipe
-from tests.support import pool, tiny_run
+from tests.support import pool
 from tests.support.evaluation_calls import CONTEXT, EXAMPLES, PAIRS, PASSAGES, TEXT, write
-from tests.support.whole_runs import attempt
+from tests.support.whole_runs import arguments, attempt
 
 
 @pytest.fixture(scope="session")
 def run(tmp_path_factory) -> Path:
     """A byte-level run of a few steps."""
     folder = tmp_path_factory.mktemp("eval")
-    words = {"seq_length": CONTEXT, "vocab_size": 257}
     prepare(Recipe("stdlib", "byte", max_bytes=60_000), folder / "bytes")
-    path = tiny_run.config(
-        folder,
-        model=words,
-        data={"dir": str(folder / "bytes")},
-        training={"steps": 6},
-    )
-    assert pool.run(attempt, 2, ["--deepspeed_config", str(path), "--out", str(folder / "run")]) == [(0, "")] * 2
+    blocks = {"model": {"seq_length": CONTEXT, "vocab_size": 257}, "data": {"dir": str(folder / "bytes")}}
+    argv = arguments(folder, "run", **blocks, training={"steps": 6})
+    assert pool.run(attempt, 2, argv) == [(0, "")] * 2
     return folder / "run"
 
 

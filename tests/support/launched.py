@@ -65,8 +65,10 @@ def shown(script: str, *words: str, cwd: Path, code: int = 0, **more: str) -> st
     return text
 
 
-def config(folder: Path, name: str = "config.json", steps: int = LONG, **blocks) -> Path:
+def config(folder: Path, name: str = "config.json", steps: int = LONG, *, writers: bool = True, **blocks) -> Path:
+    """A config file; without `writers`, ranks write their checkpoints themselves: a process for it imports torch."""
     training = {"steps": steps, "save_every": 50, "eval_every": 0, "log_every": 10, "warmup": 2, "eval_sequences": 8}
+    training["async_save"] = writers
     optimizer = {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}}
     path = tiny_run.config(folder, training=training, optimizer=optimizer, **blocks)
     return path.rename(folder / name)

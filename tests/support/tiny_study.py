@@ -12,7 +12,10 @@ TINY = {
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "torch_adam": True}},
         "zero_optimization": {"stage": 0}, "tensorboard": {"enabled": False},
         "model": {"n_head": 2, "seq_length": 32, "vocab_size": 257, "vocab_multiple": 1}, "data": {"dir": "corpus"},
-        "training": {"lr_schedule": "wsd", "warmup": 2, "decay": 0.25, "eval_sequences": 4, "histogram_every": 0},
+        "training": {
+            "lr_schedule": "wsd", "warmup": 2, "decay": 0.25, "eval_sequences": 4, "histogram_every": 0,
+            "async_save": False,
+        },
         "mst": {"method": "dense"},
     },
     "seeds": [1, 2], "rates": [1e-3, 1e-2], "tokens_per_parameter": [1],

@@ -13,21 +13,16 @@ from mst_scale.data.recipe import Recipe
 from mst_scale.evaluation.evaluate import TasksDuringTraining
 from mst_scale.models.gpt import GPT
 from mst_scale.pretrain import start
-from tests.support import pool, tiny_run
+from tests.support import pool, tiny_run, whole_runs
 from tests.support.whole_runs import attempt
 
 
 def arguments(folder, stage, *more):
     prepare(Recipe("stdlib", "byte", max_bytes=60_000), folder / "bytes")
-    path = tiny_run.config(
-        folder,
-        model={"seq_length": 64, "vocab_size": 257},
-        data={"dir": str(folder / "bytes")},
-        training={"steps": 6},
-        zero_optimization={"stage": stage},
-    )
-    argv = ["--deepspeed_config", str(path), "--out", str(folder / "run"), "--eval-tasks", "lambada,ptb"]
-    return [*argv, "--eval-every", "3", "--eval-data", str(folder / "tasks"), *more]
+    words = ["--eval-tasks", "lambada,ptb", "--eval-every", "3", "--eval-data", str(folder / "tasks"), *more]
+    blocks = {"model": {"seq_length": 64, "vocab_size": 257}, "data": {"dir": str(folder / "bytes")}}
+    blocks |= {"training": {"steps": 6}, "zero_optimization": {"stage": stage}}
+    return whole_runs.arguments(folder, "run", *words, **blocks)
 
 
 @pytest.mark.parametrize("stage", [1, pytest.param(3, marks=pytest.mark.full)])

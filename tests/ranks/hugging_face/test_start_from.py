@@ -11,7 +11,7 @@ from mst_scale.errors import Damaged, UserError
 from mst_scale.hugging_face import start_from
 from mst_scale.hugging_face.export import export, open_source
 from mst_scale.models.gpt import GPT
-from tests.support import pool, tiny_run
+from tests.support import pool, tiny_run, whole_runs
 from tests.support.saved_model import save
 from tests.support.whole_runs import attempt
 
@@ -33,8 +33,8 @@ def gpt2(tmp_path_factory) -> Path:
 
 
 def arguments(folder: Path, gpt2: Path, *more: str, **blocks) -> list[str]:
-    argv = ["--deepspeed_config", str(tiny_run.config(folder, **blocks)), "--out", str(folder / "out")]
-    return [*argv, "--init", str(gpt2), "--steps", "1", "--set", "training.warmup=1", *more]
+    start = ["--init", str(gpt2), "--steps", "1", "--set", "training.warmup=1"]
+    return whole_runs.arguments(folder, "out", *start, *more, **blocks)
 
 
 @pytest.mark.parametrize(("world", "stage"), [(2, 1), (2, 3)])
@@ -58,11 +58,11 @@ def test_the_first_step_starts_from_those_weights(tmp_path, gpt2, world, stage):
 def test_a_sparse_run_starts_from_a_dense_run_of_ours(tmp_path):
     """--init RUN takes the newest checkpoint's weights: the first loss is that of the run it starts from."""
     shape = {"vocab_multiple": 128}  # the rows of the embedding are the other run's too
-    dense = ["--deepspeed_config", str(tiny_run.config(tmp_path, zero_optimization={"stage": 3}, model=shape))]
-    assert pool.run(attempt, 2, [*dense, "--out", str(tmp_path / "dense")]) == [(0, "")] * 2
-    argv = arguments(tmp_path, tmp_path / "dense", "--method", "mst", "--set", "mst.attention.pattern=dense")
+    dense = whole_runs.arguments(tmp_path, "dense", zero_optimization={"stage": 3}, model=shape)
+    assert pool.run(attempt, 2, dense) == [(0, "")] * 2
     standing = {"type": "AdamW", "params": {"lr": 1e-12, "weight_decay": 0.0}}
-    tiny_run.config(tmp_path, optimizer=standing, training={"min_lr": 0.0})
+    sparse = ["--method", "mst", "--set", "mst.attention.pattern=dense"]
+    argv = arguments(tmp_path, tmp_path / "dense", *sparse, optimizer=standing, training={"min_lr": 0.0})
     assert pool.run(attempt, 2, argv) == [(0, "")] * 2
     before, after = (tiny_run.rows(tmp_path / out)[-1] for out in ("dense", "out"))
     assert after["val_loss"] == pytest.approx(before["val_loss"], rel=1e-6)

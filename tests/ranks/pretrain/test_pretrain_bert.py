@@ -13,7 +13,7 @@ from mst_scale.config import ModelConfig
 from mst_scale.flops.formulas import dense_step_flops
 from mst_scale.hugging_face.export import export, open_source
 from mst_scale.hybrid_sparse_attention import Pattern, set_pattern
-from tests.support import pool, tiny_run
+from tests.support import pool, tiny_run, whole_runs
 from tests.support.texts import jsonl, make
 from tests.support.whole_runs import MST, attempt
 
@@ -36,8 +36,7 @@ def topics(folder: Path, tokens: int = 20_000) -> Path:
 def arguments(folder: Path, out: str = "out", *more: str, **blocks) -> list[str]:
     if not (folder / "corpus").exists():
         topics(folder / "corpus")
-    blocks = {"model": BERT, "mst": MST} | blocks
-    return ["--deepspeed_config", str(tiny_run.config(folder, **blocks)), "--out", str(folder / out), *more]
+    return whole_runs.arguments(folder, out, *more, **({"model": BERT, "mst": MST} | blocks))
 
 
 def run(world: int, argv: list[str]) -> None:

@@ -268,7 +268,8 @@ def test_phases_on_their_own_number_of_nodes(cluster, tmp_path):
         "method": "mst", "sparsity": {"max": 0.8, "warmup": 10, "ultra": 60, "restore": 30},
         "topology": {"interval": 5}, "compute": {"compact": "auto"},
     }  # fmt: skip
-    made = config(tmp_path, steps=120, mst=mst, train_batch_size=8, train_micro_batch_size_per_gpu=2)
+    blocks = {"mst": mst, "train_batch_size": 8, "train_micro_batch_size_per_gpu": 2}
+    made = config(tmp_path, steps=120, writers=False, **blocks)
     tmp_path.chmod(0o755)
     options = ["--gpus-per-node", "0", "--ranks-per-node", "2", "--cpus-per-rank", "1"]
     by_phase = ["--nodes-by-phase", "warmup=2,ultra=1,restore=2,dense=2"]
