@@ -93,7 +93,7 @@ def test_changes_end_like_an_undisturbed_run(tmp_path, numbers):
         return max(abs(a["loss"] - b["loss"]) for a, b in zip(rows[one], rows[other], strict=True))
 
     by_order = max(apart(one, other) for one, other in itertools.combinations(["1", "2", "4"], 2))
-    assert apart("elastic", "2") <= 3 * by_order < 1e-4, "of losses that fall from 4.1 to 2.2"
+    assert apart("elastic", "2") <= 3 * by_order < 1e-4, "of losses that fall from 4.1 to 2.6"
     pauses = pauses_of(out)
     assert len(pauses) == changes
     print(
