@@ -10,7 +10,7 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mst_scale.checkpoints import mask_files, schedules
+from mst_scale.checkpoints import mask_files
 from mst_scale.checkpoints.mask_state import MaskState
 from mst_scale.comm.exchange import Exchange, Stages
 from mst_scale.errors import UserError
@@ -302,7 +302,7 @@ SAME = SparsityConfig(max=0.8).schedule(42, TopologyConfig(interval=3))
 def test_the_schedule_is_json_in_files(tmp_path):
     state = save(tmp_path, whole(1), even(1), schedule=SAME)
     assert state["schedule"]["phases"][0] == {"name": "warmup", "start": 0, "stop": 3, "stages": 0}
-    assert schedules.from_json(state["schedule"]) == SAME
+    assert mask_files.schedule_from_json(state["schedule"]) == SAME
     (keeper,) = states_of(whole(2), even(1), schedule=SAME)
     mask_files.restore(tmp_path, keeper, state)
     (other,) = states_of(whole(2), even(1), schedule=SparsityConfig(max=0.8).schedule(43, TopologyConfig(interval=3)))
@@ -312,10 +312,10 @@ def test_the_schedule_is_json_in_files(tmp_path):
 
 def test_files_of_version_0_1_are_read(tmp_path, monkeypatch):
     """Their heads hold the schedule as text."""
-    monkeypatch.setattr(schedules, "to_json", lambda schedule: OLD)
+    monkeypatch.setattr(mask_files, "schedule_to_json", lambda schedule: OLD)
     state = save(tmp_path, whole(1), even(1), schedule=SAME)
     monkeypatch.undo()
-    assert state["schedule"] == OLD and schedules.from_json(OLD) == SAME
+    assert state["schedule"] == OLD and mask_files.schedule_from_json(OLD) == SAME
     (keeper,) = states_of(whole(2), even(1), schedule=SAME)
     mask_files.restore(tmp_path, keeper, state)
     (other,) = states_of(whole(2), even(1), schedule=SparsityConfig(max=0.8).schedule(43, TopologyConfig(interval=3)))
@@ -338,8 +338,8 @@ def test_files_of_version_0_1_are_read(tmp_path, monkeypatch):
     ids=lambda words: words[:20],
 )
 def test_text_that_is_no_schedule_is_another_schedule(said, instead):
-    assert schedules.is_same_until(OLD, SAME, 20)
-    assert said in OLD and not schedules.is_same_until(OLD.replace(said, instead), SAME, 20)
+    assert mask_files.is_same_until(OLD, SAME, 20)
+    assert said in OLD and not mask_files.is_same_until(OLD.replace(said, instead), SAME, 20)
 
 
 @pytest.mark.parametrize(
@@ -352,8 +352,8 @@ def test_text_that_is_no_schedule_is_another_schedule(said, instead):
     ids=str,
 )  # fmt: skip
 def test_json_that_is_no_schedule_is_another_schedule(change):
-    assert schedules.is_same_until(schedules.to_json(SAME), SAME, 20)
-    assert schedules.from_json({**schedules.to_json(SAME), **change}) is None
+    assert mask_files.is_same_until(mask_files.schedule_to_json(SAME), SAME, 20)
+    assert mask_files.schedule_from_json({**mask_files.schedule_to_json(SAME), **change}) is None
 
 
 def test_masks_are_those_of_a_longer_run_that_was_the_same_up_to_them(tmp_path):
