@@ -182,7 +182,7 @@ def _supported() -> dict[str, SpecifierSet]:
         lines = metadata.requires("mst_scale") or []
     found = {requirement.name: requirement.specifier for requirement in map(Requirement, lines)}
     try:
-        from mst_scale.zero_shards.versions import OLDEST_TORCH, SUPPORTED_DEEPSPEED
+        from mst_scale.zero_shards.start import OLDEST_TORCH, SUPPORTED_DEEPSPEED
     except ImportError:
         return found  # DeepSpeed is missing, which its own check reports
     first, below = SUPPORTED_DEEPSPEED

@@ -63,7 +63,7 @@ def check_ranks(ranks: Ranks) -> list[Finding]:
 
 
 def _facts() -> Facts:
-    from mst_scale.zero_shards.half_types import half_types  # imports DeepSpeed
+    from mst_scale.zero_shards.start import half_types  # imports DeepSpeed
 
     sources = hashlib.sha256()
     for path in sorted(PACKAGE.rglob("*.py")):

@@ -1,9 +1,6 @@
 """The interface to DeepSpeed (0.19.x): the only package that reads its internals, live and on disk.
 
-versions      which DeepSpeed and which torch
-half_types    bf16 and fp16: which of them this device trains in; the same on every CPU
-quick_start   what DeepSpeed's start can leave out
-cuda_architectures  TORCH_CUDA_ARCH_LIST as DeepSpeed can read it
+start         checks and prepares a process: versions of DeepSpeed and torch, half-precision types, architectures
 hooks         every change to a live engine, in one ordered list
 parameters    construction under ZeRO-3, filling what is cut up
 logical       what each parameter is of the logical model: its name, its shape, its rows and columns
@@ -12,18 +9,15 @@ autotp        DeepSpeed's AutoTP layers, with another product; what it cannot cu
 step          the optimizer step: where it is hooked, its norm and loss scale, what stage 0 lacks
 held_values   the values that a rank keeps from one step to the next, and which of them other ranks have too
 recompute     computes a micro-batch a second time, next to training
-release       frees an engine, so that another one can follow in the same process
-state_bytes   bytes of optimizer states, master weights and gradients on this rank
-comm_bytes    bytes that this rank hands to collectives
+byte_counts   bytes of optimizer states, master weights and gradients on this rank, and bytes handed to collectives
 supported     checks that an engine has no feature of DeepSpeed with which sparse training would not be exact
-store         which store holds the parameters of an engine
 dense_store   for every sparse parameter this rank's slice, with live views of its master weight, reduced gradient
               and optimizer states, at every stage
 compact_index which weights of a matrix a compact parameter stores
-compact_store the same slices for parameters that store their active weights alone
+compact_store the same slices for parameters that store their active weights alone; chooses the store of an engine
 compact_files which weights those are, in a checkpoint
 put_weights   writes weights and optimizer states into a live engine
-handover      hands them from one engine to the next in the same process
+handover      hands them from one engine to the next in the same process, and frees the first
 muon          Muon in one place at every stage
 powers        Adam's powers of its betas on a CPU, from the count of updates alone
 saving        saves that fail together, loads that carry masks, universal checkpoints at every stage
@@ -34,12 +28,10 @@ universal     DeepSpeed's universal layout, for every stage
 """
 
 from mst_scale.zero_shards.autotp import FORWARDS, asserted_of_cutting, check_cuttable, is_linear
-from mst_scale.zero_shards.comm_bytes import CommBytes, comm_bytes
+from mst_scale.zero_shards.byte_counts import comm_bytes, state_bytes
 from mst_scale.zero_shards.compact_index import CompactIndex, index_of, indexes_of, is_compact, mark, mark_model
-from mst_scale.zero_shards.compact_store import CompactStore
-from mst_scale.zero_shards.cuda_architectures import use_readable_architectures
+from mst_scale.zero_shards.compact_store import CompactStore, Store, shards_of
 from mst_scale.zero_shards.groups import (
-    Groups,
     exchanges_of,
     groups_of,
     sequences_a_step,
@@ -47,18 +39,15 @@ from mst_scale.zero_shards.groups import (
     stage_number,
     tensor_slices,
 )
-from mst_scale.zero_shards.half_types import check_precision
-from mst_scale.zero_shards.handover import Handover
+from mst_scale.zero_shards.handover import Handover, is_freed, release
 from mst_scale.zero_shards.held_values import HeldValue, held_values
-from mst_scale.zero_shards.hooks import HOOKS, Follower, install
+from mst_scale.zero_shards.hooks import HOOKS, install
 from mst_scale.zero_shards.logical import TABLES, cut_of, is_cut, named_parameters, shape_of
 from mst_scale.zero_shards.muon import shapes as muon_shapes
 from mst_scale.zero_shards.other_layout import checkpoint_to_reshape
-from mst_scale.zero_shards.parameters import is_matrix, partitioned_construction, whole, zero_stage
+from mst_scale.zero_shards.parameters import is_matrix, partitioned_construction, whole
 from mst_scale.zero_shards.put_weights import put_reads, put_weights, read_stored, stamp
-from mst_scale.zero_shards.quick_start import hasten
 from mst_scale.zero_shards.recompute import Recomputation
-from mst_scale.zero_shards.release import is_freed, release
 from mst_scale.zero_shards.saving import (
     carry_state,
     errors_after_saving,
@@ -66,7 +55,7 @@ from mst_scale.zero_shards.saving import (
     saved_classes,
     why_blocking,
 )
-from mst_scale.zero_shards.state_bytes import state_bytes
+from mst_scale.zero_shards.start import check_precision, check_versions, hasten, use_readable_architectures
 from mst_scale.zero_shards.step import (
     TORCH_FUSED,
     NamedCollectives,
@@ -88,20 +77,15 @@ from mst_scale.zero_shards.step import (
     place_scheduler,
     watch_losses,
 )
-from mst_scale.zero_shards.store import Store, shards_of
 from mst_scale.zero_shards.supported import check_arguments, uses_muon
-from mst_scale.zero_shards.versions import check_versions
 
 __all__ = [
     "FORWARDS",
     "HOOKS",
     "TABLES",
     "TORCH_FUSED",
-    "CommBytes",
     "CompactIndex",
     "CompactStore",
-    "Follower",
-    "Groups",
     "Handover",
     "HeldValue",
     "NamedCollectives",
@@ -169,5 +153,4 @@ __all__ = [
     "watch_losses",
     "whole",
     "why_blocking",
-    "zero_stage",
 ]

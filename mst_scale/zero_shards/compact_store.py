@@ -5,6 +5,8 @@ dense store of these vectors (`values`) is where weights, gradients and optimize
 work on equal ranges of the flattened matrix (`slices`), which are independent of how DeepSpeed partitions the values:
 the values that they read are gathered, a few parameters at a time, and expanded to a copy. Parameters that are not
 compact, in the same run, are those of the dense store.
+
+`shards_of` chooses the store of an engine.
 """
 
 from __future__ import annotations
@@ -17,10 +19,11 @@ import torch
 from torch import Tensor, nn
 
 from mst_scale.shard import Cut, Shard
-from mst_scale.zero_shards.compact_index import CompactIndex, index_of
-from mst_scale.zero_shards.dense_store import dense_store
+from mst_scale.zero_shards.compact_index import CompactIndex, index_of, is_compact
+from mst_scale.zero_shards.dense_store import CutParameters, FlatPartitions, Replicated, dense_store
 from mst_scale.zero_shards.groups import groups_of, tied_groups
 from mst_scale.zero_shards.step import NamedCollectives
+from mst_scale.zero_shards.supported import check_engine
 
 
 class CompactStore:
@@ -43,7 +46,9 @@ class CompactStore:
             self.slices.append(own if index is None else self._equal_part(name, index))
 
     def _equal_part(self, name: str, index: CompactIndex) -> Shard:
-        ranks, rank = (1, 0) if self.group is None else _place_in(self.group)
+        ranks, rank = 1, 0
+        if self.group is not None:
+            ranks, rank = ds_comm.get_world_size(self.group), ds_comm.get_rank(self.group)
         part = -(-index.numel // ranks)
         start = min(part * rank, index.numel)
         return Shard(name, Cut.whole(index.shape), start, min(part, index.numel - start))
@@ -234,5 +239,16 @@ class CompactStore:
                 joined.copy_(sent)
 
 
-def _place_in(group: Any) -> tuple[int, int]:
-    return ds_comm.get_world_size(group), ds_comm.get_rank(group)
+Store = Replicated | FlatPartitions | CutParameters | CompactStore
+
+
+def shards_of(engine: Any, parameters: dict[str, nn.Parameter]) -> Store:
+    """Return the store of these parameters.
+
+    Raises:
+        UserError: the engine has a feature with which sparse training is not exact.
+    """
+    check_engine(engine)
+    if is_compact(engine.module):  # all ranks choose alike
+        return CompactStore(engine, parameters)
+    return dense_store(engine, parameters)

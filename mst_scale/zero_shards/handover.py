@@ -1,4 +1,4 @@
-"""Hands weights and optimizer states from one engine to the next in the same process, in memory.
+"""Hands weights and optimizer states from one engine to the next in the same process, in memory, and frees the first.
 
 A run whose storage changes continues with another engine, which partitions parameters in another way. Each rank keeps
 the active values of its own parts in main memory; for the next engine they are gathered, one parameter at a time. Masks
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,8 +17,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime.pipe.engine import PipelineEngine
+from deepspeed.runtime.zero import parameter_offload
+from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
 from torch import Tensor, nn
 
+from mst_scale.heap import give_back
 from mst_scale.zero_shards.compact_index import index_of
 from mst_scale.zero_shards.dense_store import DenseStore, dense_store
 from mst_scale.zero_shards.logical import named_parameters
@@ -191,3 +197,33 @@ def install(engine: Any) -> None:
         return str(handover.folder / "memory"), handover.fill(engine)
 
     engine.save_checkpoint, engine.load_checkpoint = save_checkpoint, load_checkpoint
+
+
+# --- freeing the first ---
+
+
+def release(engine: Any) -> weakref.ref[Any]:
+    """Remove an engine from what DeepSpeed keeps in the process; afterwards it cannot be used.
+
+    After `engine.destroy`, a stack of modules and the cache of a method would keep the model in memory at ZeRO-3, and
+    in a pipeline the autograd graph of the last micro-batch, whose references Python's collector does not see.
+
+    Returns:
+        A reference for `is_freed`, to be asked when the caller has dropped the engine and everything that refers to it.
+    """
+    engine.destroy()
+    if isinstance(engine, PipelineEngine):
+        engine.pipe_buffers, engine.loss = {}, None
+    parameter_offload.FWD_MODULE_STACK.clear()
+    for method in vars(PartitionedParameterCoordinator).values():
+        for cell in getattr(method, "__closure__", None) or ():  # DeepSpeed's decorators wrap the cached function
+            if hasattr(cell.cell_contents, "cache_clear"):
+                cell.cell_contents.cache_clear()
+    return weakref.ref(engine.module)
+
+
+def is_freed(module: weakref.ref[Any]) -> bool:
+    """Return the memory of a released engine to the device and the operating system, and say whether that worked."""
+    give_back()
+    get_accelerator().empty_cache()
+    return module() is None

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from mst_scale.zero_shards.dense_store import is_whole, stage0_masters
 from mst_scale.zero_shards.logical import named_parameters
-from mst_scale.zero_shards.step import base_optimizer, loss_scale
+from mst_scale.zero_shards.step import base_optimizer, loss_scale, master_weights
 
 
 class HeldValue(NamedTuple):
@@ -54,17 +54,14 @@ def _weights(engine: Any) -> Iterator[HeldValue]:
 
 def _states(engine: Any) -> Iterator[HeldValue]:
     """Yield master weights and the tensors that the base optimizer keeps for each."""
-    optimizer, base = engine.optimizer, base_optimizer(engine)
+    base = base_optimizer(engine)
     replicated = engine.zero_optimization_stage() == 0
     names = {id(p): name for name, p in named_parameters(engine.module)}
     weights = set(names)
-    copies = stage0_masters(optimizer)
+    copies = stage0_masters(engine.optimizer)
     of_one = Counter(id(master) for master, _ in copies.values())
     names |= {id(master): names[p] for p, (master, _) in copies.items() if p in names and of_one[id(master)] == 1}
-    # ZeRO-3 lends its masters to the base optimizer in turn
-    masters = getattr(optimizer, "fp32_partitioned_groups_flat", None)
-    masters = masters or [p for group in base.param_groups for p in group["params"]]
-    for i, master in enumerate(masters):
+    for i, master in enumerate(master_weights(engine)):
         name = names.get(id(master), f"parameter group {i}")
         if id(master) not in weights:
             yield HeldValue(f"the master weights of {name}", master.detach(), replicated)

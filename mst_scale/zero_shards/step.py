@@ -22,6 +22,12 @@ def base_optimizer(engine: Any) -> Any:
     return getattr(engine.optimizer, "optimizer", engine.optimizer)
 
 
+def master_weights(engine: Any) -> list[torch.Tensor]:
+    """Return the tensors that the base optimizer updates; ZeRO-3 lends them to it in turn."""
+    masters = getattr(engine.optimizer, "fp32_partitioned_groups_flat", None)
+    return masters or [p for group in base_optimizer(engine).param_groups for p in group["params"]]
+
+
 def optimizer_name(engine: Any) -> str:
     """Return the class name of the base optimizer."""
     return type(base_optimizer(engine)).__name__

@@ -69,8 +69,8 @@ def _serve(rank: int, world_size: int, rendezvous: str, pipe: Connection) -> Non
             torch.nn.functional.linear = linear  # ZeRO-3 of an earlier test has put its own there
             if accelerator := sys.modules.get("deepspeed.accelerator"):
                 vars(accelerator.get_accelerator()).pop("is_fp16_supported", None)  # an earlier `report_fp16`
-            if half_types := sys.modules.get("mst_scale.zero_shards.half_types"):
-                half_types.ON_CPUS = ("bf16",)  # an earlier `allow_fp16`
+            if start := sys.modules.get("mst_scale.zero_shards.start"):
+                start.ON_CPUS = ("bf16",)  # an earlier `allow_fp16`
             if groups := sys.modules.get("deepspeed.utils.groups"):
                 groups.mpu = None  # an earlier engine's mesh
             result = ("ok", fn(rank, world_size, *args))

@@ -8,7 +8,7 @@ import torch
 from deepspeed.accelerator import get_accelerator
 from torch import nn
 
-from mst_scale.zero_shards import half_types
+from mst_scale.zero_shards import start
 
 
 class Toy(nn.Module):
@@ -50,7 +50,7 @@ def allow_fp16() -> None:
     """fp16 is refused on CPUs, by us and by DeepSpeed. torch computes it all the same, so loss scaling and the fp16
     optimizers, which GPUs run, can be tested."""
     report_fp16(True)
-    half_types.ON_CPUS = ("bf16", "fp16")
+    start.ON_CPUS = ("bf16", "fp16")
 
 
 def deepspeed_config(

@@ -7,8 +7,8 @@ import torch
 
 import mst_scale
 from mst_scale.errors import UserError
-from mst_scale.zero_shards.half_types import half_types
 from mst_scale.zero_shards.muon import newton_schulz_dtype
+from mst_scale.zero_shards.start import half_types
 from tests.ranks.zero_shards.test_muon import apart, muon_config
 from tests.support import pool
 from tests.support.reported import reported_fp16, reporting

@@ -12,7 +12,7 @@ from packaging.version import Version
 
 import mst_scale
 from mst_scale import zero_shards
-from mst_scale.zero_shards import HOOKS, versions
+from mst_scale.zero_shards import HOOKS, start
 from tests.support import cut_models, pool
 from tests.support.cut_sequences import mesh_of
 from tests.support.toy_engine import STAGES, mst_config, train
@@ -30,7 +30,7 @@ def test_the_list_is_in_order_and_for_this_deepspeed():
         "handover", "universal checkpoints", "step", "before update", "held update", "muon's dtype",
         "muon", "update", "earlier saves", "checkpoints", "consolidated weights", "layout", "loading",
     ]  # fmt: skip
-    first, below = map(Version, versions.SUPPORTED_DEEPSPEED)
+    first, below = map(Version, start.SUPPORTED_DEEPSPEED)
     for hook in HOOKS:
         assert first <= Version(hook.seen_in) < below and hook.because and hook.changes
 
@@ -51,9 +51,9 @@ def test_muon_stays_deepspeeds_in_a_dense_run_that_masks_could_not_follow():
 @pytest.mark.parametrize("version", ["0.18.9", "0.20.0"])
 def test_another_deepspeed_is_refused(version):
     with pytest.raises(ImportError, match=f"needs DeepSpeed 0.19.x, this is {version}"):
-        versions.check_versions(version)
+        start.check_versions(version)
     with pytest.raises(ImportError, match=r"torch >= 2\.8"):
-        versions.check_versions(deepspeed.__version__, "2.7.1")
+        start.check_versions(deepspeed.__version__, "2.7.1")
 
 
 def installed(rank, world, config):

@@ -3,7 +3,7 @@
 import subprocess
 import sys
 
-from mst_scale.zero_shards.quick_start import MUON, at_first_call
+from mst_scale.zero_shards.start import MUON, at_first_call
 from tests.support import tiny_run
 
 
@@ -27,7 +27,7 @@ def test_decorated_functions_are_compiled_once_and_late():
 def test_torchs_compiler_is_not_loaded_by_a_start():
     program = f"""
 import sys, torch
-from mst_scale.zero_shards.quick_start import hasten
+from mst_scale.zero_shards.start import hasten
 before = torch.compile
 hasten()
 import cpuinfo

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from mst_scale.zero_shards import cuda_architectures
+from mst_scale.zero_shards import start
 
 
 @pytest.mark.parametrize(
@@ -14,8 +14,8 @@ from mst_scale.zero_shards import cuda_architectures
 )
 def test_letters_are_removed(monkeypatch, caplog, given, read):
     monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", given)
-    monkeypatch.setattr(cuda_architectures, "get_accelerator", lambda: SimpleNamespace(device_name=lambda: "cuda"))
-    cuda_architectures.use_readable_architectures()
+    monkeypatch.setattr(start, "get_accelerator", lambda: SimpleNamespace(device_name=lambda: "cuda"))
+    start.use_readable_architectures()
     assert os.environ["TORCH_CUDA_ARCH_LIST"] == read
     for one in read.replace(";", " ").split():
         assert all(part.split("+")[0].isdigit() for part in one.split("."))  # as DeepSpeed parses it
@@ -23,5 +23,5 @@ def test_letters_are_removed(monkeypatch, caplog, given, read):
 
 def test_without_a_gpu_nothing_changes(monkeypatch):
     monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", "9.0a")
-    cuda_architectures.use_readable_architectures()
+    start.use_readable_architectures()
     assert os.environ["TORCH_CUDA_ARCH_LIST"] == "9.0a"
