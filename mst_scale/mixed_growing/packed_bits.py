@@ -15,9 +15,7 @@ from torch import Tensor
 
 _PACK = -0x7FBFDFEFF7FBFDFF  # 0x8040201008040201 as int64: moves byte i's lowest bit to bit 63 - i
 log = logging.getLogger("mst_scale")
-_INTEGER_OF_SIZE = {2: torch.int16, 4: torch.int32, 8: torch.int64}
-
-
+INTEGER_OF_SIZE = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 CPU_SPAN = 1 << 20  # weights per span, 4 MB of float32; smaller spans are no faster and start more threads
 DEVICE_SPAN = 1 << 24  # 64 MB, because launches cost more than memory traffic
 
@@ -166,7 +164,7 @@ def retain_(values: Tensor, bits: Tensor) -> None:
         for begin, end in spans(values.numel(), values.device):
             values[begin:end].masked_fill_(~unpack_span(bits, begin, end), 0)
         return
-    words = values.detach().view(_INTEGER_OF_SIZE[values.element_size()])
+    words = values.detach().view(INTEGER_OF_SIZE[values.element_size()])
     table = _word_table(words.dtype, words.device)
     for begin, end in spans(values.numel(), values.device):
         keep = table.index_select(0, bits[begin // 8 : byte_count(end)].to(torch.int32)).view(-1)

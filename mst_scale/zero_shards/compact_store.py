@@ -11,7 +11,7 @@ compact, in the same run, are those of the dense store.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import deepspeed.comm as ds_comm
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from mst_scale.shard import Cut, Shard
 from mst_scale.zero_shards.compact_index import CompactIndex, index_of, is_compact
-from mst_scale.zero_shards.dense_store import CutParameters, FlatPartitions, Replicated, dense_store
+from mst_scale.zero_shards.dense_store import DenseStore, dense_store
 from mst_scale.zero_shards.groups import groups_of, tied_groups
 from mst_scale.zero_shards.step import NamedCollectives
 from mst_scale.zero_shards.supported import check_engine
@@ -32,6 +32,11 @@ class CompactStore:
     def __init__(self, engine: Any, parameters: dict[str, nn.Parameter]):
         self.values = dense_store(engine, parameters)
         """Where the values of each parameter lie; its slices are ranges of what it stores."""
+        # these concern this rank's range of the values, or no range at all
+        self.frozen, self.owner, self.within = self.values.frozen, self.values.owner, self.values.within
+        self.read, self.matches_master = self.values.read, self.values.matches_master
+        self.gradient, self.put_gradient = self.values.gradient, self.values.put_gradient
+        self.states, self.second_moment_share = self.values.states, self.values.second_moment_share
         self.parameters = self.values.parameters
         self.group, self.place = self.values.group, engine.device
         self.collectives = NamedCollectives("mst_compact")
@@ -57,44 +62,6 @@ class CompactStore:
     def device(self) -> torch.device:
         """The device of the master weights."""
         return self.values.device
-
-    # --- what lies as the values do ---
-
-    def frozen(self, i: int) -> bool:
-        """Whether the parameter was not trained when the engine was made."""
-        return self.values.frozen(i)
-
-    def states(self, i: int) -> dict[str, Tensor]:
-        """Live optimizer states of this rank's range of the values."""
-        return self.values.states(i)
-
-    def gradient(self, i: int) -> Tensor | None:
-        """Return the reduced, still loss-scaled gradient of this rank's range of the values; see `put_gradient`."""
-        return self.values.gradient(i)
-
-    def put_gradient(self, i: int, gradient: Tensor) -> None:
-        """Write the gradient back."""
-        self.values.put_gradient(i, gradient)
-
-    def within(self, tensors: Collection[int]) -> list[int]:
-        """Return the parameters whose master weights are part of the tensors with these ids."""
-        return self.values.within(tensors)
-
-    def owner(self, i: int) -> Tensor:
-        """Return the parameter of the base optimizer that this parameter's master weights are part of."""
-        return self.values.owner(i)
-
-    def second_moment_share(self, i: int) -> float:
-        """Return 1 - β₂ᵗ, as `DenseStore.second_moment_share` does."""
-        return self.values.second_moment_share(i)
-
-    def matches_master(self, i: int) -> bool:
-        """Whether the forward reads what the master weights of this rank were rounded to, bit for bit."""
-        return self.values.matches_master(i)
-
-    def read(self, i: int) -> Tensor:
-        """Live values that the forward reads of this rank's range of them."""
-        return self.values.read(i)
 
     def zero_read(self, i: int, active: Tensor) -> None:
         """Zero inactive weights in what the forward reads; of a compact parameter there are none."""
@@ -239,7 +206,7 @@ class CompactStore:
                 joined.copy_(sent)
 
 
-Store = Replicated | FlatPartitions | CutParameters | CompactStore
+Store = DenseStore | CompactStore
 
 
 def shards_of(engine: Any, parameters: dict[str, nn.Parameter]) -> Store:

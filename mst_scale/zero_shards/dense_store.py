@@ -12,12 +12,11 @@ from deepspeed.accelerator import get_accelerator
 from torch import nn
 
 from mst_scale.errors import UserError
+from mst_scale.mixed_growing import packed_bits
 from mst_scale.shard import Shard
 from mst_scale.zero_shards.groups import groups_of, tensor_slices
 from mst_scale.zero_shards.logical import is_empty, stored_cut_of
 from mst_scale.zero_shards.step import base_optimizer, total_norm
-
-_INTEGER_OF_SIZE = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class DenseStore(ABC):
@@ -26,12 +25,12 @@ class DenseStore(ABC):
     A frozen parameter has no master copy: the forward pass reads its weights directly, and no optimizer updates them.
     """
 
-    optimizer: Any
-    slices: list[Shard]
-
     def __init__(self, engine: Any, parameters: dict[str, nn.Parameter]):
-        self.optimizer = base_optimizer(engine)
+        self.zero, self.optimizer = engine.optimizer, base_optimizer(engine)
+        self.group = self.zero.dp_process_group if engine.zero_optimization_stage() else None
+        """Ranks over which parameters are partitioned; None at stage 0."""
         self.parameters = list(parameters.values())
+        self.slices = [self._slice(name, p) for name, p in parameters.items()]
         self._frozen = [not p.requires_grad for p in self.parameters]
 
     @property
@@ -65,7 +64,7 @@ class DenseStore(ABC):
         if not self.has_master(i):
             return True
         read, weight = self.read(i), self.weight(i)
-        same = _INTEGER_OF_SIZE[read.element_size()]  # a NaN is the same as itself here
+        same = packed_bits.INTEGER_OF_SIZE[read.element_size()]  # a NaN is the same as itself here
         return torch.equal(read.view(same), weight.to(read.device, read.dtype).view(same))
 
     def states(self, i: int) -> dict[str, torch.Tensor]:
@@ -83,8 +82,7 @@ class DenseStore(ABC):
 
     def param_group(self, i: int) -> dict[str, Any]:
         """Return the base optimizer's group that updates this parameter; between updates ZeRO-3 keeps groups empty."""
-        owner = self.owner(i)
-        groups: list[dict[str, Any]] = self.optimizer.param_groups
+        owner, groups = self.owner(i), self.optimizer.param_groups
         return next((group for group in groups if any(p is owner for p in group["params"])), {"params": [owner]})
 
     def updates(self, i: int) -> int:
@@ -98,6 +96,17 @@ class DenseStore(ABC):
     def second_moment_share(self, i: int) -> float:
         """Return 1 - β₂ᵗ: Adam's second moment relative to the squared gradient, if the gradient had never changed."""
         return float(1.0 - self.param_group(i)["betas"][1] ** self.updates(i))
+
+    @abstractmethod
+    def gradient(self, i: int) -> torch.Tensor | None:
+        """Return the reduced, still loss-scaled gradient of this rank's slice, flat; write back with `put_gradient`."""
+
+    def put_gradient(self, i: int, gradient: torch.Tensor) -> None:
+        """Write the gradient back."""
+        live = self.gradient(i)
+        assert live is not None
+        if live.data_ptr() != gradient.data_ptr():
+            live.copy_(gradient)
 
     @abstractmethod
     def zero_read(self, i: int, active: torch.Tensor) -> None:
@@ -118,15 +127,16 @@ class DenseStore(ABC):
     def _place(self, i: int) -> tuple[torch.Tensor, int]:
         """(owner, where the slice begins in it)."""
 
+    @abstractmethod
+    def _slice(self, name: str, parameter: Any) -> Shard:
+        """Return this rank's slice of a parameter."""
+
 
 class Replicated(DenseStore):
-    """Stage 0: every rank holds every parameter whole, so there is nothing to reconcile (`group` is None)."""
-
-    group = None
+    """Stage 0: every rank holds every parameter whole, so there is nothing to reconcile."""
 
     def __init__(self, engine: Any, parameters: dict[str, nn.Parameter]):
         super().__init__(engine, parameters)
-        self.slices = [Shard(name, stored_cut_of(p), 0, p.numel()) for name, p in parameters.items()]
         self._masters = stage0_masters(engine.optimizer)
         self._any = next(iter(self._masters.values()), None)  # all masters are updated at once
 
@@ -134,16 +144,8 @@ class Replicated(DenseStore):
         return id(self.parameters[i]) in self._masters
 
     def gradient(self, i: int) -> torch.Tensor | None:
-        """Return the reduced, still loss-scaled gradient of this rank's slice, flat; write back with `put_gradient`."""
         gradient = self.parameters[i].grad
         return None if gradient is None else gradient.view(-1)
-
-    def put_gradient(self, i: int, gradient: torch.Tensor) -> None:
-        """Write the gradient back."""
-        live = self.gradient(i)
-        assert live is not None
-        if live.data_ptr() != gradient.data_ptr():
-            live.copy_(gradient)
 
     def zero_read(self, i: int, active: torch.Tensor) -> None:
         parameter: Any = self.parameters[i]
@@ -154,8 +156,36 @@ class Replicated(DenseStore):
             return self._any[0], 0
         return self._masters.get(id(self.parameters[i]), (self.parameters[i], 0))
 
+    def _slice(self, name: str, parameter: Any) -> Shard:
+        return Shard(name, stored_cut_of(parameter), 0, parameter.numel())
 
-class FlatPartitions(DenseStore):
+
+class Partitioned(DenseStore):
+    """The common part of stages 1 to 3, in which a rank has a part of the master weights."""
+
+    offloaded: bool
+    """Whether gradients and optimizer states are on the CPU."""
+
+    def put_gradient(self, i: int, gradient: torch.Tensor) -> None:
+        super().put_gradient(i, gradient)
+        if self.offloaded and self.slices[i].length:
+            # its norm was recorded during backward, from the gradient as it was then; on the accelerator, like those
+            # of the parameters that are not sparse, to which ZeRO-3 adds it
+            where = get_accelerator().current_device_name()
+            norm = torch.tensor(total_norm([gradient]), dtype=torch.float64, device=where)
+            self.zero.norm_for_param_grads[self.zero.get_param_id(self.parameters[i])] = norm
+
+    def _zero_whole(self, i: int, active: torch.Tensor) -> None:
+        """Zero the inactive weights of a parameter that every rank holds whole; `active` flags this rank's slice."""
+        parameter: Any = self.parameters[i]
+        start = self.slices[i].start
+        whole = torch.zeros(parameter.numel(), dtype=torch.uint8, device=parameter.device)
+        whole[start : start + active.numel()] = active.to(parameter.device)
+        dist.all_reduce(whole, group=self.group)
+        parameter.data.view(-1).masked_fill_(~whole.bool(), 0)
+
+
+class FlatPartitions(Partitioned):
     """Stages 1 and 2: a parameter group is one flat buffer, split evenly; a parameter may span several ranks.
 
     A rank that owns no part of a parameter has an empty slice. Nothing is cached: DeepSpeed rebinds states on load.
@@ -163,32 +193,24 @@ class FlatPartitions(DenseStore):
 
     def __init__(self, engine: Any, parameters: dict[str, nn.Parameter]):
         super().__init__(engine, parameters)
-        self.zero = engine.optimizer
-        self.group = self.zero.dp_process_group
-        self.slices = [self._slice(name, p) for name, p in parameters.items()]
+        self.offloaded = self.zero.cpu_offload
         groups = {id(p): g for g, group in enumerate(self.zero.bit16_groups) for p in group}
         self._group_of = _agreed_groups(engine, self.parameters, groups)
 
     def gradient(self, i: int) -> torch.Tensor | None:
-        """Return the reduced, still loss-scaled gradient of this rank's slice; see `put_gradient`."""
         parameter: Any = self.parameters[i]
         if self.frozen(i):
             return None
         if _mapping(parameter) is None:
             return self.weight(i)  # empty
-        if self.zero.cpu_offload:  # gradients travel to the CPU during the backward pass
+        if self.offloaded:  # gradients travel to the CPU during the backward pass
             self.zero._wait_for_offload_copies()
-        flat: torch.Tensor = parameter._hp_mapping.get_lp_grad_fragment(parameter._index_in_param_group).view(-1)
-        return flat
-
-    def put_gradient(self, i: int, gradient: torch.Tensor) -> None:
-        """Write the gradient back."""
-        _put(self, i, gradient, self.zero.cpu_offload)
+        return parameter._hp_mapping.get_lp_grad_fragment(parameter._index_in_param_group).view(-1)
 
     def zero_read(self, i: int, active: torch.Tensor) -> None:
-        _zero_whole(self, i, active)
+        self._zero_whole(i, active)
 
-    def _slice(self, name: str, parameter: nn.Parameter) -> Shard:
+    def _slice(self, name: str, parameter: Any) -> Shard:
         if not parameter.requires_grad:  # whole on every rank, which looks after an equal part of its mask
             part = -(-parameter.numel() // dist.get_world_size(self.group))
             start = min(part * dist.get_rank(self.group), parameter.numel())
@@ -206,14 +228,12 @@ class FlatPartitions(DenseStore):
         return self.zero.single_partition_of_fp32_groups[self._group_of[i]], start
 
 
-class CutParameters(DenseStore):
+class CutParameters(Partitioned):
     """Stage 3: each parameter is split into equal parts; the padding that the last parts may have is left out here."""
 
     def __init__(self, engine: Any, parameters: dict[str, nn.Parameter]):
         super().__init__(engine, parameters)
-        self.zero = engine.optimizer
-        self.group = self.zero.dp_process_group
-        self.slices = [self._slice(name, p) for name, p in parameters.items()]
+        self.offloaded = self.zero.offload_optimizer
         at = {
             id(p): self.zero.grad_position.get(self.zero.get_param_id(p))
             for p in self.parameters
@@ -223,32 +243,25 @@ class CutParameters(DenseStore):
         self._group_of = _agreed_groups(engine, self.parameters, groups)
 
     def gradient(self, i: int) -> torch.Tensor | None:
-        """Return the reduced, still loss-scaled gradient of this rank's slice; see `put_gradient`."""
         if self.frozen(i):
             return None
         if is_empty(self.parameters[i]):
             return self.weight(i)
         # DeepSpeed's safe_get_local_grad would copy it, and from the CPU to the accelerator where it is offloaded
         live, _ = self.zero._get_fp32_grad_state_partition(self.parameters[i], release_swap_buffers=True)
-        flat: torch.Tensor = live.view(-1)[: self.slices[i].length]
-        return flat
-
-    def put_gradient(self, i: int, gradient: torch.Tensor) -> None:
-        """Write the gradient back."""
-        _put(self, i, gradient, self.zero.offload_optimizer)
+        return live.view(-1)[: self.slices[i].length]
 
     def read(self, i: int) -> torch.Tensor:
         parameter: Any = self.parameters[i]
         if is_whole(parameter):  # the copy that the forward reads
             return super().read(i)
-        part: torch.Tensor = parameter.ds_tensor
-        return part.detach().view(-1)[: self.slices[i].length]
+        return parameter.ds_tensor.detach().view(-1)[: self.slices[i].length]
 
     def zero_read(self, i: int, active: torch.Tensor) -> None:
         parameter: Any = self.parameters[i]
         parameter.ds_tensor.data.view(-1)[: active.numel()].masked_fill_(~active.to(parameter.ds_tensor.device), 0)
         if is_whole(parameter):
-            _zero_whole(self, i, active)
+            self._zero_whole(i, active)
 
     def _place(self, i: int) -> tuple[torch.Tensor, int]:
         parameter: Any = self.parameters[i]
@@ -263,16 +276,6 @@ class CutParameters(DenseStore):
         part = parameter.partition_numel()
         start = min(part * dist.get_rank(self.group), parameter.ds_numel)
         return Shard(name, stored_cut_of(parameter), start, min(part, parameter.ds_numel - start))
-
-
-def _zero_whole(shards: FlatPartitions | CutParameters, i: int, active: torch.Tensor) -> None:
-    """Zero the inactive weights of a parameter that every rank holds whole; `active` flags this rank's slice."""
-    parameter: Any = shards.parameters[i]
-    start = shards.slices[i].start
-    whole = torch.zeros(parameter.numel(), dtype=torch.uint8, device=parameter.device)
-    whole[start : start + active.numel()] = active.to(parameter.device)
-    dist.all_reduce(whole, group=shards.group)
-    parameter.data.view(-1).masked_fill_(~whole.bool(), 0)
 
 
 def is_whole(parameter: Any) -> bool:
@@ -293,8 +296,7 @@ def _agreed_groups(engine: Any, parameters: list[nn.Parameter], groups: dict[int
     """
     mine = torch.tensor([groups.get(id(p), -1) for p in parameters], dtype=torch.int64, device=engine.device)
     if tensor_slices(engine) == 1 or not parameters:
-        found: list[int] = mine.tolist()
-        return found
+        return mine.tolist()
     together, most = groups_of(engine).same_layers, mine.clone()
     dist.all_reduce(most, op=dist.ReduceOp.MAX, group=together)
     differs = ((mine >= 0) & (mine != most)).any().to(torch.int64)
@@ -304,29 +306,13 @@ def _agreed_groups(engine: Any, parameters: list[nn.Parameter], groups: dict[int
             "layers are split unevenly, so DeepSpeed would update them in different sub-groups on different ranks: set "
             "zero_optimization.sub_group_size to more than the number of weights of the model"
         )
-    agreed: list[int] = most.tolist()
-    return agreed
+    return most.tolist()
 
 
-def _put(shards: FlatPartitions | CutParameters, i: int, gradient: torch.Tensor, offloaded: bool) -> None:
-    live = shards.gradient(i)
-    assert live is not None
-    if live.data_ptr() != gradient.data_ptr():
-        live.copy_(gradient)
-    if offloaded and shards.slices[i].length:
-        # its norm was recorded during backward, from the gradient as it was then; on the accelerator, like those of
-        # the parameters that are not sparse, to which ZeRO-3 adds it
-        where = get_accelerator().current_device_name()
-        norm = torch.tensor(total_norm([gradient]), dtype=torch.float64, device=where)
-        shards.zero.norm_for_param_grads[shards.zero.get_param_id(shards.parameters[i])] = norm
-
-
-def dense_store(engine: Any, parameters: dict[str, nn.Parameter]) -> Replicated | FlatPartitions | CutParameters:
+def dense_store(engine: Any, parameters: dict[str, nn.Parameter]) -> DenseStore:
     """Return the dense store of these parameters at the engine's ZeRO stage."""
-    stage = engine.zero_optimization_stage()
-    if stage == 0:
-        return Replicated(engine, parameters)
-    return CutParameters(engine, parameters) if stage == 3 else FlatPartitions(engine, parameters)
+    kinds: tuple[type[DenseStore], ...] = (Replicated, FlatPartitions, FlatPartitions, CutParameters)
+    return kinds[engine.zero_optimization_stage()](engine, parameters)
 
 
 def stage0_masters(optimizer: Any) -> dict[int, tuple[torch.Tensor, int]]:

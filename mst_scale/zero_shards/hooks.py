@@ -17,7 +17,7 @@ from typing import Any, Protocol
 
 from torch import Tensor, nn
 
-from mst_scale.zero_shards import compact_index, groups, handover, logical, muon, powers, saving, step
+from mst_scale.zero_shards import compact_index, groups, handover, logical, muon, powers, saving, step, supported
 
 
 class Follower(Protocol):
@@ -74,7 +74,7 @@ class Hook:
     seen_in: str
     """Versions of DeepSpeed in which this behavior was observed."""
     applies: Callable[[Any, Follower], bool]
-    install: Callable[[Any, Follower], None]
+    install: Callable[[Any, Follower], object]
 
 
 def _carry_layout(engine: Any, _: Follower) -> None:
@@ -173,8 +173,8 @@ HOOKS = (
         "original_muon.ns_compute_dtype, for the whole process",
         "it depends on whether the accelerator reports fp16 support, which differs between CPUs, so weights would too",
         "0.19.8",
-        lambda engine, _: muon.is_muon(engine),
-        muon.fix_dtype,
+        lambda engine, _: supported.uses_muon(engine),
+        lambda engine, _: muon.fix_dtype(),
     ),
     Hook(
         "muon",
@@ -182,7 +182,7 @@ HOOKS = (
         "it orthogonalizes before masks are applied, updates inactive weights, and clips the update, not the gradient",
         "0.19.8",
         lambda engine, follower: muon.takes_over(engine, follower.masks_weights),
-        muon.install,
+        muon.Muon,
     ),
     Hook(
         "update",

@@ -34,7 +34,7 @@ from mst_scale.errors import UserError
 from mst_scale.zero_shards.dense_store import dense_store
 from mst_scale.zero_shards.logical import shape_of
 from mst_scale.zero_shards.step import NamedCollectives, base_optimizer, optimized
-from mst_scale.zero_shards.supported import check_engine
+from mst_scale.zero_shards.supported import check_engine, uses_muon
 
 STEPS = 5  # of Newton-Schulz, as DeepSpeed takes
 MOMENTUM = "momentum_buffer"
@@ -51,14 +51,9 @@ class MasksUpdates(Protocol):
         """Set the update of inactive weights to 0."""
 
 
-def is_muon(engine: Any) -> bool:
-    """Whether the engine's optimizer is DeepSpeed's Muon."""
-    return any("use_muon" in group for group in base_optimizer(engine).param_groups)
-
-
 def takes_over(engine: Any, masks_weights: bool) -> bool:
     """Whether Muon is computed here: if there are masks, and in dense runs in which masks would be possible."""
-    if not is_muon(engine):
+    if not uses_muon(engine):
         return False
     try:
         check_engine(engine)
@@ -88,7 +83,7 @@ def shapes(engine: Any) -> list[tuple[tuple[int, ...], str]]:
 
 
 class Muon:
-    """One engine's Muon; every rank builds it and steps it together."""
+    """One engine's Muon, in place of DeepSpeed's own; every rank builds it and steps it together."""
 
     def __init__(self, engine: Any, follower: MasksUpdates):
         self.follower, self.device = follower, engine.device
@@ -207,7 +202,7 @@ def newton_schulz_dtype(ns_method: str = "gram") -> torch.dtype:
     return torch.float32 if get_accelerator().device_name() == "cpu" else torch.float16
 
 
-def fix_dtype(engine: Any = None, follower: Any = None) -> Any:
+def fix_dtype() -> Any:
     """Make DeepSpeed's Newton-Schulz use `newton_schulz_dtype`, whatever the accelerator reports; return its module."""
     from deepspeed.runtime.zero.muon import original_muon  # imported where it is used: it makes compiled functions
 
@@ -221,8 +216,3 @@ def _switch_off(engine: Any) -> None:
         parameter.use_muon = False  # stages 1 and 2 ask each parameter
     if hasattr(engine.optimizer, "use_muon"):
         engine.optimizer.use_muon = False  # stage 3
-
-
-def install(engine: Any, follower: MasksUpdates) -> None:
-    """Replace DeepSpeed's Muon of this engine by the one here."""
-    Muon(engine, follower)

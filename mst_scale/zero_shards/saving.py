@@ -22,6 +22,7 @@ from mst_scale.zero_shards.logical import named_parameters, shape_of
 from mst_scale.zero_shards.other_layout import copy_of, explained
 from mst_scale.zero_shards.put_weights import put_states
 from mst_scale.zero_shards.step import base_optimizer
+from mst_scale.zero_shards.supported import offload_device
 
 
 def _start_afresh(engine: Any, given: dict[str, Any]) -> str:
@@ -102,8 +103,7 @@ def why_blocking(engine: Any) -> str | None:
         return "the DeepSpeed config chooses another checkpoint writer"
     zero = engine._config.zero_config
     for name in ("offload_optimizer", "offload_param"):
-        offload = getattr(zero, name)
-        if offload is not None and str(getattr(offload.device, "value", offload.device)) != "none":
+        if offload_device(getattr(zero, name)) != "none":
             return f"zero_optimization.{name} already fills the host's memory, which a copy would need too"
     return None
 

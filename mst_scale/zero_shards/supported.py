@@ -81,9 +81,9 @@ def check_engine(engine: Any) -> None:
             "zero_optimization.round_robin_gradients reorders shards, but not those of the masks: set it to false"
         )
     offload = engine.zero_offload_optimizer() if engine.zero_optimization() else None
-    if _on_nvme(offload):
+    if offload_device(offload) == "nvme":
         raise UserError("masks do not support optimizer states on NVMe: set offload_optimizer.device to cpu")
-    if _on_nvme(zero.offload_param):
+    if offload_device(zero.offload_param) == "nvme":
         raise UserError("masks do not support weights on NVMe: set offload_param.device to cpu")
     if offload is not None and getattr(offload, "super_offload", False) and stage == 3:
         raise UserError(
@@ -126,5 +126,6 @@ def uses_muon(engine: Any) -> bool:
     return any("use_muon" in group for group in base_optimizer(engine).param_groups)
 
 
-def _on_nvme(offload: Any) -> bool:
-    return offload is not None and str(getattr(offload.device, "value", offload.device)) == "nvme"
+def offload_device(offload: Any) -> str:
+    """Return the device of DeepSpeed's offload config: "none", "cpu" or "nvme"."""
+    return "none" if offload is None else str(getattr(offload.device, "value", offload.device))

@@ -150,10 +150,10 @@ def test_the_norm_of_an_offloaded_gradient_lies_where_deepspeed_adds_it_up(monke
     monkeypatch.setattr(get_accelerator(), "current_device_name", lambda: "meta")
     live = torch.tensor([3.0, 0.0, 4.0, 9.0])
     partition = lambda parameter, release_swap_buffers: (live, 0)  # noqa: E731
-    zero = SimpleNamespace(offload_optimizer=True, norm_for_param_grads={}, get_param_id=lambda parameter: 7)
+    zero = SimpleNamespace(norm_for_param_grads={}, get_param_id=lambda parameter: 7)
     zero._get_fp32_grad_state_partition = partition
     shards = object.__new__(dense_store.CutParameters)
-    shards._frozen = [False]
+    shards._frozen, shards.offloaded = [False], True
     shards.zero, shards.parameters, shards.slices = zero, [torch.nn.Parameter(torch.zeros(3))], [Shard.whole("w", (3,))]
     gradient = shards.gradient(0)
     assert gradient.data_ptr() == live.data_ptr() and gradient.tolist() == [3, 0, 4], "live, without the padding"
