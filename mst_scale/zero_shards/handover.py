@@ -7,8 +7,6 @@ are small and go through a folder, as those of a checkpoint do.
 
 from __future__ import annotations
 
-import functools
-import inspect
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -28,6 +26,7 @@ from mst_scale.zero_shards.compact_index import index_of
 from mst_scale.zero_shards.dense_store import DenseStore, dense_store
 from mst_scale.zero_shards.logical import named_parameters
 from mst_scale.zero_shards.put_weights import FP32, OF_WRAPPER, ReadRange, put_states
+from mst_scale.zero_shards.saving import replace_method
 from mst_scale.zero_shards.step import base_optimizer
 
 COUNTERS = ("global_steps", "global_samples", "skipped_steps")
@@ -178,25 +177,22 @@ def _under_way(engine: Any, handover: Handover) -> Iterator[None]:
 
 def install(engine: Any) -> None:
     """Put handovers beneath all other hooks of saves and loads, in place of DeepSpeed's files."""
-    save, load = engine.save_checkpoint, engine.load_checkpoint
-    order = inspect.signature(save)
 
-    @functools.wraps(save)
-    def save_checkpoint(*args: Any, **named: Any) -> Any:
+    def save_checkpoint(save: Callable[..., Any], given: dict[str, Any]) -> Any:
         handover: Handover | None = getattr(engine, _ATTRIBUTE, None)
         if handover is None:
-            return save(*args, **named)
-        handover.keep(order.bind(*args, **named).arguments["client_state"])
+            return save(**given)
+        handover.keep(given["client_state"])
         return True
 
-    @functools.wraps(load)
-    def load_checkpoint(*args: Any, **named: Any) -> Any:
+    def load_checkpoint(load: Callable[..., Any], given: dict[str, Any]) -> Any:
         handover: Handover | None = getattr(engine, _ATTRIBUTE, None)
         if handover is None:
-            return load(*args, **named)
+            return load(**given)
         return str(handover.folder / "memory"), handover.fill(engine)
 
-    engine.save_checkpoint, engine.load_checkpoint = save_checkpoint, load_checkpoint
+    replace_method(engine, "save_checkpoint", save_checkpoint)
+    replace_method(engine, "load_checkpoint", load_checkpoint)
 
 
 # --- freeing the first ---

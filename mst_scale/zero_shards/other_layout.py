@@ -10,9 +10,8 @@ same command.
 
 from __future__ import annotations
 
-import inspect
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -50,15 +49,14 @@ def checkpoint_to_reshape(engine: Any, load_dir: Path, tag: Any) -> tuple[Path, 
 
 
 @contextmanager
-def explained(engine: Any, load: Callable[..., Any], args: Any, named: Any) -> Iterator[None]:
-    """Turn a failure of `load(*args, **named)` in this context into a UserError if another layout saved the files."""
+def explained(engine: Any, load_dir: Path, tag: Any) -> Iterator[None]:
+    """Turn a failure to load a checkpoint in this context into a UserError if another layout saved the files."""
     try:
         yield
     except UserError:
         raise
     except Exception as error:
-        given = inspect.signature(load).bind(*args, **named).arguments
-        folder = _folder(Path(given["load_dir"]), given.get("tag"))
+        folder = _folder(load_dir, tag)
         why = None if folder is None else _misfit(folder, engine)
         if folder is None or why is None:
             raise
@@ -74,7 +72,7 @@ def _misfit(folder: Path, engine: Any) -> str | None:
         words = {True: "only active weights (mst.compute.compact)", False: "whole matrices"}
         return f"{folder} stores {words[there]}, but this run's layers store {words[here]}"
     parts, pipeline = tensor_slices(engine) * stage_count(engine), stage_count(engine) > 1
-    return misfit(folder, int(engine.zero_optimization_stage()), _ranks(engine), parts, pipeline)
+    return misfit(folder, int(engine.zero_optimization_stage()), int(engine.seq_dp_world_size), parts, pipeline)
 
 
 def misfit(folder: Path, stage: int, ranks: int, parts: int = 1, pipeline: bool = False) -> str | None:
@@ -99,13 +97,10 @@ def misfit(folder: Path, stage: int, ranks: int, parts: int = 1, pipeline: bool 
     names = {0: "without ZeRO (stage 0)", 1: f"by {saved_ranks} rank(s) at ZeRO stage 1 or 2"}
     saved = names.get(kind, f"by {saved_ranks} rank(s) at ZeRO stage 3")
     there, here_too = (
-        "" if alike else _describe_parts(*of) for of in ((saved_parts, saved_pipeline), (parts, pipeline))
+        "" if alike else f" with {count} part(s) of the model{' in a pipeline' if in_stages else ''}"
+        for count, in_stages in ((saved_parts, saved_pipeline), (parts, pipeline))
     )
     return f"{folder} was saved {saved}{there}, but this run has {ranks} at stage {stage}{here_too}"
-
-
-def _describe_parts(parts: int, pipeline: bool) -> str:
-    return f" with {parts} part(s) of the model{' in a pipeline' if pipeline else ''}"
 
 
 def _folder(load_dir: Path, tag: Any) -> Path | None:
@@ -114,8 +109,3 @@ def _folder(load_dir: Path, tag: Any) -> Path | None:
     if tag is None and latest.is_file():
         tag = latest.read_text().strip()
     return load_dir / str(tag) if tag is not None and (load_dir / str(tag)).is_dir() else None
-
-
-def _ranks(engine: Any) -> int:
-    """Ranks that ZeRO shares optimizer states over."""
-    return int(engine.seq_dp_world_size)

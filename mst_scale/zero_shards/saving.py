@@ -24,6 +24,21 @@ from mst_scale.zero_shards.put_weights import put_states
 from mst_scale.zero_shards.step import base_optimizer
 from mst_scale.zero_shards.supported import offload_device
 
+Given = dict[str, Any]
+"""Arguments of a call, by name."""
+
+
+def replace_method(engine: Any, name: str, replacement: Callable[[Callable[..., Any], Given], Any]) -> None:
+    """Replace a method of a live engine by `replacement(inner, given)`; `inner` is the method until now."""
+    inner = getattr(engine, name)
+    signature = inspect.signature(inner)
+
+    @functools.wraps(inner)
+    def method(*args: Any, **named: Any) -> Any:
+        return replacement(inner, signature.bind(*args, **named).arguments)
+
+    setattr(engine, name, method)
+
 
 def _start_afresh(engine: Any, given: dict[str, Any]) -> str:
     """Remove what an earlier save under the same tag has left; return the tag (collective)."""
@@ -36,15 +51,12 @@ def _start_afresh(engine: Any, given: dict[str, Any]) -> str:
 
 def replace_earlier_saves(engine: Any) -> None:
     """Make `engine.save_checkpoint` remove masks that a sparse run has saved under the same tag."""
-    save = engine.save_checkpoint
-    of_save = inspect.signature(save)
 
-    @functools.wraps(save)
-    def save_checkpoint(*args: Any, **named: Any) -> Any:
-        _start_afresh(engine, of_save.bind(*args, **named).arguments)
-        return save(*args, **named)
+    def save_checkpoint(save: Callable[..., Any], given: Given) -> Any:
+        _start_afresh(engine, given)
+        return save(**given)
 
-    engine.save_checkpoint = save_checkpoint
+    replace_method(engine, "save_checkpoint", save_checkpoint)
 
 
 @contextlib.contextmanager
@@ -135,27 +147,21 @@ def load_checkpoint(engine: Any, checkpoint: Path, universal: bool = False) -> d
 
 def after_loading(engine: Any, hook: Callable[[Path], None]) -> None:
     """Call `hook` with a checkpoint's folder after each `engine.load_checkpoint` that has found one."""
-    load = engine.load_checkpoint
 
-    @functools.wraps(load)
-    def load_checkpoint(*args: Any, **named: Any) -> Any:
-        path, state = load(*args, **named)
+    def load_checkpoint(load: Callable[..., Any], given: Given) -> Any:
+        path, state = load(**given)
         if path is not None:
             hook(Path(path).parent)
         return path, state
 
-    engine.load_checkpoint = load_checkpoint
+    replace_method(engine, "load_checkpoint", load_checkpoint)
 
 
 def carry_along(engine: Any, follower: Any) -> None:
     """Make `engine.save_checkpoint` and `engine.load_checkpoint` carry the follower's masks."""
-    save, load = engine.save_checkpoint, engine.load_checkpoint
-    of_save, of_load = inspect.signature(save), inspect.signature(load)
     indexes = indexes_of(engine.module)
 
-    @functools.wraps(save)
-    def save_checkpoint(*args: Any, **named: Any) -> Any:
-        given = of_save.bind(*args, **named).arguments
+    def save_checkpoint(save: Callable[..., Any], given: Given) -> Any:
         tag = _start_afresh(engine, given)
         # before DeepSpeed's own files, so that its `latest` never names a checkpoint without masks
         head = follower.saving(Path(given["save_dir"]) / tag)
@@ -163,9 +169,7 @@ def carry_along(engine: Any, follower: Any) -> None:
         with values_stored(indexes):
             return save(**{**given, "tag": tag, "client_state": state})
 
-    @functools.wraps(load)
-    def load_checkpoint(*args: Any, **named: Any) -> Any:
-        given = of_load.bind(*args, **named).arguments
+    def load_checkpoint(load: Callable[..., Any], given: Given) -> Any:
         folder, tag = Path(given["load_dir"]), given.get("tag")
         latest = folder / ("latest_universal" if engine.load_universal_checkpoint() else "latest")
         if tag is None and latest.is_file():
@@ -182,7 +186,7 @@ def carry_along(engine: Any, follower: Any) -> None:
         path = None
         try:
             with values_stored(indexes):
-                path, state = load(*args, **named)
+                path, state = load(**given)
         finally:
             if path is None:
                 undo()
@@ -190,24 +194,23 @@ def carry_along(engine: Any, follower: Any) -> None:
             follower.loaded(Path(path).parent, (state or {}).get("mst"))
         return path, state
 
-    engine.save_checkpoint, engine.load_checkpoint = save_checkpoint, load_checkpoint
+    replace_method(engine, "save_checkpoint", save_checkpoint)
+    replace_method(engine, "load_checkpoint", load_checkpoint)
 
 
 def consolidate_matrices(engine: Any) -> None:
     """Make DeepSpeed's consolidated 16-bit weights of stage 3 contain matrices instead of compact values."""
-    inner = engine._zero3_consolidated_16bit_state_dict
     named = engine.module.named_parameters(remove_duplicate=False)
     indexes = {name: index for name, p in named if (index := index_of(p)) is not None}
 
-    @functools.wraps(inner)
-    def consolidated(*args: Any, **named: Any) -> Any:
-        state = inner(*args, **named)
+    def consolidated(inner: Callable[..., Any], given: Given) -> Any:
+        state = inner(**given)
         for name, index in indexes.items():
             if state and name in state:
                 state[name] = index.expand(state[name])
         return state
 
-    engine._zero3_consolidated_16bit_state_dict = consolidated
+    replace_method(engine, "_zero3_consolidated_16bit_state_dict", consolidated)
 
 
 def carry_state(
@@ -218,22 +221,18 @@ def carry_state(
     A load passes it to `loaded`, or None where there is none. Both are called on every rank, after the masks' own
     part. A load of weights alone does not call `loaded`: it does not continue the run that saved them.
     """
-    save, load = engine.save_checkpoint, engine.load_checkpoint
-    of_save, of_load = inspect.signature(save), inspect.signature(load)
 
-    @functools.wraps(save)
-    def save_checkpoint(*args: Any, **named: Any) -> Any:
-        given = of_save.bind(*args, **named).arguments
+    def save_checkpoint(save: Callable[..., Any], given: Given) -> Any:
         return save(**{**given, "client_state": {**(given.get("client_state") or {}), name: saved()}})
 
-    @functools.wraps(load)
-    def load_checkpoint(*args: Any, **named: Any) -> Any:
-        path, state = load(*args, **named)
-        if path is not None and not of_load.bind(*args, **named).arguments.get("load_module_only"):
+    def load_checkpoint(load: Callable[..., Any], given: Given) -> Any:
+        path, state = load(**given)
+        if path is not None and not given.get("load_module_only"):
             loaded((state or {}).get(name))
         return path, state
 
-    engine.save_checkpoint, engine.load_checkpoint = save_checkpoint, load_checkpoint
+    replace_method(engine, "save_checkpoint", save_checkpoint)
+    replace_method(engine, "load_checkpoint", load_checkpoint)
 
 
 def fit_universal_checkpoints(engine: Any) -> None:
@@ -245,32 +244,25 @@ def fit_universal_checkpoints(engine: Any) -> None:
     """
     from mst_scale.zero_shards.universal import UniversalCheckpoint  # which reads files through this module's classes
 
-    stage, load = engine.zero_optimization_stage(), engine.load_checkpoint
+    stage = engine.zero_optimization_stage()
     if stage == 0:
         _name_parameters(engine)
 
-    order = inspect.signature(load)
-
-    @functools.wraps(load)
-    def load_checkpoint(*args: Any, **named: Any) -> Any:
-        given = order.bind(*args, **named).arguments
+    def load_checkpoint(load: Callable[..., Any], given: Given) -> Any:
         keeps_states = given.get("load_optimizer_states", True)
         if not engine.load_universal_checkpoint():
             copy = copy_of(engine, Path(given["load_dir"]), given.get("tag"))
             if copy is not None:
                 engine._config.load_universal_checkpoint = True
                 try:
-                    return load_checkpoint(**{**given, "tag": copy})
+                    return load_checkpoint(load, {**given, "tag": copy})
                 finally:
                     engine._config.load_universal_checkpoint = False
-            with explained(engine, load, args, named), _weights_of(given.get("tag")):
-                path, state = load(*args, **named)
-            if path is not None and stage == 0 and not keeps_states:
-                refresh = getattr(
-                    engine.optimizer, "refresh_fp32_params", None
-                )  # DeepSpeed does so with load_module_only
-                if refresh is not None:
-                    refresh()
+            with explained(engine, Path(given["load_dir"]), given.get("tag")), _weights_of(given.get("tag")):
+                path, state = load(**given)
+            refreshes = stage == 0 and hasattr(engine.optimizer, "refresh_fp32_params")
+            if path is not None and refreshes and not keeps_states:
+                engine.optimizer.refresh_fp32_params()  # DeepSpeed does so with load_module_only
             return path, state
         others = dict(given)
         load_dir, tag = others.pop("load_dir"), others.pop("tag", None)
@@ -285,7 +277,7 @@ def fit_universal_checkpoints(engine: Any) -> None:
             put_states(engine, source, only_weights=not keeps_states or bool(given.get("load_module_only")))
         return path, state
 
-    engine.load_checkpoint = load_checkpoint
+    replace_method(engine, "load_checkpoint", load_checkpoint)
 
 
 @contextlib.contextmanager
