@@ -147,15 +147,13 @@ def _mark(parameter: Any, cut: Cut) -> None:
 def copied(x: torch.Tensor, group: Any) -> torch.Tensor:
     """Return x, which is equal on every rank; its gradient is the sum of the ranks' gradients."""
     check_not_transformed("tensor parallelism", "run the model on one rank", x)
-    y: torch.Tensor = Copied.apply(x, group)
-    return y
+    return Copied.apply(x, group)
 
 
 def summed(x: torch.Tensor, group: Any) -> torch.Tensor:
     """Return the sum of the ranks' values; its gradient is already equal on every rank."""
     check_not_transformed("tensor parallelism", "run the model on one rank", x)
-    y: torch.Tensor = Summed.apply(x, group)
-    return y
+    return Summed.apply(x, group)
 
 
 class Copied(torch.autograd.Function):
@@ -177,14 +175,10 @@ class Summed(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, group: Any) -> torch.Tensor:
         ctx.group = group
-        return _sum(x, group)
+        total = x.clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(total, group=group)
+        return total
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
         return Copied.apply(grads[0], ctx.group), None
-
-
-def _sum(x: torch.Tensor, group: Any) -> torch.Tensor:
-    total = x.clone(memory_format=torch.contiguous_format)
-    dist.all_reduce(total, group=group)
-    return total

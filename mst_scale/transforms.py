@@ -51,8 +51,7 @@ def eagerly() -> contextlib.AbstractContextManager[Any]:
     """
     if "torch._dynamo" not in sys.modules:  # nothing is compiled, and importing it takes 1.4 s
         return contextlib.nullcontext()
-    stance: contextlib.AbstractContextManager[Any] = torch.compiler.set_stance("force_eager")
-    return stance
+    return torch.compiler.set_stance("force_eager")
 
 
 def transformed(vmap: bool = False) -> bool:

@@ -31,8 +31,7 @@ def _of_rows(module: Any, product: Product, x: torch.Tensor) -> torch.Tensor:
     y = product(copied(x, module.mp_group), module.weight, module.bias)
     if not module.gather_output:
         return y
-    gathered: torch.Tensor = GatherFromTensorParallelRegion.apply(module.mp_group, y, module._partition_sizes)
-    return gathered
+    return GatherFromTensorParallelRegion.apply(module.mp_group, y, module._partition_sizes)
 
 
 def _of_columns(module: Any, product: Product, x: torch.Tensor) -> torch.Tensor:

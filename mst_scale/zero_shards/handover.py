@@ -26,7 +26,7 @@ from mst_scale.zero_shards.compact_index import index_of
 from mst_scale.zero_shards.dense_store import DenseStore, dense_store
 from mst_scale.zero_shards.logical import named_parameters
 from mst_scale.zero_shards.put_weights import FP32, OF_WRAPPER, ReadRange, put_states
-from mst_scale.zero_shards.saving import replace_method
+from mst_scale.zero_shards.saving import layout_read, replace_method
 from mst_scale.zero_shards.step import base_optimizer
 
 COUNTERS = ("global_steps", "global_samples", "skipped_steps")
@@ -88,13 +88,8 @@ class Handover:
 
     def give(self, engine: Any) -> dict[str, Any]:
         """Write everything into the next engine; return the caller's state."""
-        config = engine._config
-        stated, config.load_universal_checkpoint = config.load_universal_checkpoint, False  # no file is read
-        try:
-            with _under_way(engine, self):
-                _, state = engine.load_checkpoint(str(self.folder.parent), tag=self.folder.name)
-        finally:
-            config.load_universal_checkpoint = stated
+        with layout_read(engine, universal=False), _under_way(engine, self):  # no file is read
+            _, state = engine.load_checkpoint(str(self.folder.parent), tag=self.folder.name)
         self._parts, self._positions = {}, {}  # frees them
         return dict(state)
 

@@ -129,15 +129,21 @@ def saved_classes() -> list[Any]:
     return [DynamicLossScaler, LossScaler, ZeroStageEnum, fragment_address]
 
 
+@contextlib.contextmanager
+def layout_read(engine: Any, universal: bool) -> Iterator[None]:
+    """Let `engine.load_checkpoint` read the universal layout, or that of ranks, whatever the config says."""
+    config = engine._config
+    stated, config.load_universal_checkpoint = config.load_universal_checkpoint, universal
+    try:
+        yield
+    finally:
+        config.load_universal_checkpoint = stated
+
+
 def load_checkpoint(engine: Any, checkpoint: Path, universal: bool = False) -> dict[str, Any]:
     """Load weights, optimizer states and our own state; raise a UserError if the checkpoint does not fit."""
-    before = engine._config.load_universal_checkpoint
-    engine._config.load_universal_checkpoint = universal
-    try:
-        with safe_load.data_only(saved_classes()):
-            path, state = engine.load_checkpoint(str(checkpoint.parent), tag=checkpoint.name)
-    finally:
-        engine._config.load_universal_checkpoint = before
+    with layout_read(engine, universal), safe_load.data_only(saved_classes()):
+        path, state = engine.load_checkpoint(str(checkpoint.parent), tag=checkpoint.name)
     if path is None:
         raise UserError(
             f"{checkpoint} has no checkpoint for this model, ZeRO stage and number of ranks: run mst reshape on it"
@@ -253,11 +259,8 @@ def fit_universal_checkpoints(engine: Any) -> None:
         if not engine.load_universal_checkpoint():
             copy = copy_of(engine, Path(given["load_dir"]), given.get("tag"))
             if copy is not None:
-                engine._config.load_universal_checkpoint = True
-                try:
+                with layout_read(engine, universal=True):
                     return load_checkpoint(load, {**given, "tag": copy})
-                finally:
-                    engine._config.load_universal_checkpoint = False
             with explained(engine, Path(given["load_dir"]), given.get("tag")), _weights_of(given.get("tag")):
                 path, state = load(**given)
             refreshes = stage == 0 and hasattr(engine.optimizer, "refresh_fp32_params")

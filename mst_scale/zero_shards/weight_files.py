@@ -24,6 +24,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -232,8 +233,7 @@ def _flat_group(key: str, group: int, state: State) -> torch.Tensor:
     optimizer = state["optimizer_state_dict"]
     if key != FP32:
         kept = optimizer.get("base_optimizer_state") or optimizer["optimizer_state_dict"]
-        flat: torch.Tensor = kept["state"][group][key]
-        return flat
+        return kept["state"][group][key]
     return (optimizer.get("single_partition_of_fp32_groups") or optimizer["fp32_flat_groups"])[group]
 
 
@@ -338,7 +338,7 @@ def _held(path: Path, state: State, layout: Layout | None) -> dict[str, Held]:
     """Return the parameters of a model's file; those of a pipeline's stage lie in a file for each layer and slice."""
     if state["module"] is not None:
         names = [name for name in state["module"] if name not in (state.get("buffer_names") or [])]
-        return {name: Held(path, partial(_of_module, name)) for name in names}
+        return {name: Held(path, lambda state, name=name: state["module"][name]) for name in names}
     if layout is None:
         raise UserError(f"{path} has no weights and does not say which layers they belong to: save it again")
     slices = {int(found[1]) for other in path.parent.iterdir() if (found := LAYER_FILE.search(other.name))}
@@ -348,7 +348,7 @@ def _held(path: Path, state: State, layout: Layout | None) -> dict[str, Held]:
     for name in layout.table:
         layer, own = layout.layer(name)
         file = path.with_name(f"layer_{layer:02d}-model_{_model_rank(path) % (max(slices) + 1):02d}-model_states.pt")
-        held[name] = Held(file, partial(_of_layer, own))
+        held[name] = Held(file, itemgetter(own))
     return held
 
 
@@ -365,16 +365,6 @@ def _fp32_masters(optimizer: State) -> list[list[torch.Tensor]] | None:
     return list(optimizer["fp32_groups"]) if "fp32_groups" in (optimizer or {}) else None
 
 
-def _of_module(name: str, state: State) -> torch.Tensor:
-    tensor: torch.Tensor = state["module"][name]
-    return tensor
-
-
-def _of_layer(name: str, state: State) -> torch.Tensor:
-    tensor: torch.Tensor = state[name]
-    return tensor
-
-
 def _of_masters(group: int, index: int, state: State) -> torch.Tensor:
     masters = _fp32_masters(state["optimizer"])
     assert masters is not None
@@ -382,8 +372,7 @@ def _of_masters(group: int, index: int, state: State) -> torch.Tensor:
 
 
 def _of_states(key: str, index: int, state: State) -> torch.Tensor:
-    kept: torch.Tensor = base_state(state["optimizer"])["state"][index][key]
-    return kept
+    return base_state(state["optimizer"])["state"][index][key]
 
 
 # --- universal ---
@@ -400,5 +389,4 @@ def _universal(checkpoint: Path, key: str) -> Weights:
 
 
 def _of_file(state: State) -> torch.Tensor:
-    tensor: torch.Tensor = state["param"] if isinstance(state, dict) else state
-    return tensor
+    return state["param"] if isinstance(state, dict) else state
