@@ -178,6 +178,13 @@ class Shard:
         """Return the shard that is the whole matrix."""
         return cls.of_range(name, shape, 0, math.prod(shape))
 
+    @classmethod
+    def equal_part(cls, name: str, cut: Cut, length: int, rank: int) -> Shard:
+        """Return a rank's part of the local matrix, of `length` weights; the last ranks' may be shorter or empty."""
+        numel = math.prod(cut.local_matrix)
+        start = min(length * rank, numel)
+        return cls(name, cut, start, min(length, numel - start))
+
     @property
     def shape(self) -> tuple[int, ...]:
         """Shape of the logical tensor."""

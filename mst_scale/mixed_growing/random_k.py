@@ -18,7 +18,7 @@ with a deviation of about √k.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -115,24 +115,20 @@ class Permutation:
 
     def place(self, index: Tensor) -> Tensor:
         """Return the places of flat indices (int64)."""
-        left = index // self.b
-        right = index - left * self.b
-        for r, table in enumerate(self.tables):
-            if r % 2 == 0:
-                left = _add(left, table.index_select(0, right), self.a)
-            else:
-                right = _add(right, table.index_select(0, left), self.b)
-        return left * self.b + right
+        return self._through(index, range(ROUNDS), _add)
 
     def index(self, place: Tensor) -> Tensor:
         """Return the flat indices at places (int64); an index ≥ numel marks an empty place."""
-        left = place // self.b
-        right = place - left * self.b
-        for r, table in reversed(list(enumerate(self.tables))):
+        return self._through(place, reversed(range(ROUNDS)), _subtract)
+
+    def _through(self, at: Tensor, rounds: Iterable[int], combine: Callable[[Tensor, Tensor, int], Tensor]) -> Tensor:
+        left = at // self.b
+        right = at - left * self.b
+        for r in rounds:
             if r % 2 == 0:
-                left = _subtract(left, table.index_select(0, right), self.a)
+                left = combine(left, self.tables[r].index_select(0, right), self.a)
             else:
-                right = _subtract(right, table.index_select(0, left), self.b)
+                right = combine(right, self.tables[r].index_select(0, left), self.b)
         return left * self.b + right
 
 

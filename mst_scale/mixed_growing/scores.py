@@ -83,11 +83,10 @@ def mean_squares(
     exponents = [_exponent(peak) for peak in peaks]
     sums = [_sum_of_squares(g, e) for g, e in zip(slices, exponents, strict=True)]
     totals = exchange.sum(torch.tensor(sums, dtype=torch.int64)).tolist()  # below 2^30 per weight: 2^33 weights fit
-    means = []
-    for total, e, numel, peak in zip(totals, exponents, numels, peaks, strict=True):
-        exact = math.inf if peak == INFINITY_KEY else float(Fraction(total, max(numel, 1)) / Fraction(4) ** e)
-        means.append(exact)
-    return means
+    return [
+        math.inf if peak == INFINITY_KEY else float(Fraction(total, max(numel, 1)) / Fraction(4) ** e)
+        for total, e, numel, peak in zip(totals, exponents, numels, peaks, strict=True)
+    ]
 
 
 def _exponent(peak: int) -> int:

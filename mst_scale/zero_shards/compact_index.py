@@ -49,14 +49,9 @@ class CompactIndex:
     def products(self) -> Any:
         """What the backend "cpu" multiplies by, built when it is first needed after the positions have changed."""
         if self._products is None:
-            self._products = products_of(self.positions.cpu(), self.matrix_shape, self.across)
+            rows, columns = self.shape
+            self._products = products_of(self.positions.cpu(), (rows, columns), self.across)
         return self._products
-
-    @property
-    def matrix_shape(self) -> tuple[int, int]:
-        """(rows, columns) of a matrix."""
-        rows, columns = self.shape
-        return rows, columns
 
     @property
     def count(self) -> int:

@@ -54,9 +54,7 @@ class CompactStore:
         ranks, rank = 1, 0
         if self.group is not None:
             ranks, rank = ds_comm.get_world_size(self.group), ds_comm.get_rank(self.group)
-        part = -(-index.numel // ranks)
-        start = min(part * rank, index.numel)
-        return Shard(name, Cut.whole(index.shape), start, min(part, index.numel - start))
+        return Shard.equal_part(name, Cut.whole(index.shape), -(-index.numel // ranks), rank)
 
     @property
     def device(self) -> torch.device:

@@ -213,8 +213,7 @@ class FlatPartitions(Partitioned):
     def _slice(self, name: str, parameter: Any) -> Shard:
         if not parameter.requires_grad:  # whole on every rank, which looks after an equal part of its mask
             part = -(-parameter.numel() // dist.get_world_size(self.group))
-            start = min(part * dist.get_rank(self.group), parameter.numel())
-            return Shard(name, stored_cut_of(parameter), start, min(part, parameter.numel() - start))
+            return Shard.equal_part(name, stored_cut_of(parameter), part, dist.get_rank(self.group))
         mapping = _mapping(parameter)
         address = None if mapping is None else mapping.lp_fragment_address
         start, length = (0, 0) if address is None else (address.start, address.numel)
@@ -274,8 +273,7 @@ class CutParameters(Partitioned):
 
     def _slice(self, name: str, parameter: Any) -> Shard:
         part = parameter.partition_numel()
-        start = min(part * dist.get_rank(self.group), parameter.ds_numel)
-        return Shard(name, stored_cut_of(parameter), start, min(part, parameter.ds_numel - start))
+        return Shard.equal_part(name, stored_cut_of(parameter), part, dist.get_rank(self.group))
 
 
 def is_whole(parameter: Any) -> bool:

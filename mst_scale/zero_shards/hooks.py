@@ -78,9 +78,7 @@ class Hook:
 
 
 def _carry_layout(engine: Any, _: Follower) -> None:
-    def ignored(state: Any) -> None: ...
-
-    saving.carry_state(engine, logical.LAYOUT, lambda: logical.layout_of(engine.module), ignored)
+    saving.carry_state(engine, logical.LAYOUT, lambda: logical.layout_of(engine.module), loaded=lambda state: None)
 
 
 def _always(engine: Any, follower: Follower) -> bool:

@@ -88,6 +88,7 @@ class Layout:
     def __init__(self, table: Mapping[str, Mapping[str, Any]]):
         self.table = table
         self.is_cut = {entry["name"]: bool(entry["cut"]) for entry in table.values()}
+        """Whether other slices hold the rest of a logical parameter, by its name."""
 
     def of(self, name: str, shape: tuple[int, ...]) -> tuple[str, Cut]:
         """Return the name and cut, in the logical model, of the tensor with this name and shape in the file."""
@@ -108,10 +109,6 @@ class Layout:
             )
         number, own = self.table[name]["layer"]
         return int(number), str(own)
-
-    def cut(self, name: str) -> bool:
-        """Return whether other slices hold the rest of this logical parameter."""
-        return self.is_cut[name]
 
 
 def layout_of(model: nn.Module) -> dict[str, dict[str, Any]]:

@@ -12,7 +12,7 @@ from mst_scale.errors import UserError
 from mst_scale.shard import Shard
 from mst_scale.zero_shards.compact_index import index_of
 from mst_scale.zero_shards.dense_store import dense_store, is_whole
-from mst_scale.zero_shards.logical import cut_of, named_parameters
+from mst_scale.zero_shards.logical import cut_of, named_parameters, stored_cut_of
 from mst_scale.zero_shards.step import base_optimizer
 from mst_scale.zero_shards.supported import check_engine
 
@@ -59,13 +59,12 @@ def put_reads(engine: Any, parameter: Any, read: ReadRange) -> None:
     if not hasattr(parameter, "ds_tensor"):
         parameter.data.copy_(read(0, parameter.numel()).view(parameter.shape))
         return
-    part, numel = parameter.partition_numel(), parameter.ds_numel
-    start = min(part * dist.get_rank(engine.optimizer.dp_process_group), numel)
-    length = min(part, numel - start)
-    if length:
-        parameter.ds_tensor.data.view(-1)[:length].copy_(read(start, start + length))
+    rank = dist.get_rank(engine.optimizer.dp_process_group)
+    part = Shard.equal_part("", stored_cut_of(parameter), parameter.partition_numel(), rank)
+    if part.length:
+        parameter.ds_tensor.data.view(-1)[: part.length].copy_(read(part.start, part.stop))
     if is_whole(parameter):
-        parameter.data.copy_(read(0, numel).view(parameter.ds_shape))
+        parameter.data.copy_(read(0, parameter.ds_numel).view(parameter.ds_shape))
 
 
 def put_weights(engine: Any, names: Collection[str], values: Callable[[Shard], torch.Tensor]) -> None:
@@ -85,7 +84,7 @@ def put_weights(engine: Any, names: Collection[str], values: Callable[[Shard], t
         for i, part in enumerate(shards.slices):
             if part.length:
                 read = read_stored(part.name, parameters[part.name], values)
-                shards.weight(i).copy_(read(part.start, part.start + part.length))
+                shards.weight(i).copy_(read(part.start, part.stop))
         for name, parameter in parameters.items():
             put_reads(engine, parameter, read_stored(name, parameter, values))
 
@@ -123,7 +122,7 @@ def put_states(engine: Any, source: Source, only_weights: bool = False) -> None:
                 state[key] = torch.zeros_like(owner)
             if part.length:
                 kept = shards.weight(i) if key == FP32 else shards.states(i)[key]
-                kept.copy_(read(part.start, part.start + part.length))
+                kept.copy_(read(part.start, part.stop))
         put_reads(engine, parameter, found[FP32])
     for key, value in () if only_weights else source.wrapper.items():
         if hasattr(engine.optimizer, key):

@@ -143,7 +143,7 @@ def states_of(checkpoint: Path, keys: Iterable[str]) -> dict[str, Weights]:
                 shape = parts[0].shard.shape
                 if name not in weights.shapes:
                     weights.shapes[name], weights.parts[name] = shape, parts
-                elif layout is not None and layout.cut(name):  # else another slice, or stage, has described all of it
+                elif layout is not None and layout.is_cut[name]:  # else another slice or stage has described all of it
                     weights.parts[name] += parts
     for name, index in compact_files.read(checkpoint).items():
         for weights in found.values():
@@ -338,7 +338,7 @@ def _held(path: Path, state: State, layout: Layout | None) -> dict[str, Held]:
     """Return the parameters of a model's file; those of a pipeline's stage lie in a file for each layer and slice."""
     if state["module"] is not None:
         names = [name for name in state["module"] if name not in (state.get("buffer_names") or [])]
-        return {name: Held(path, lambda state, name=name: state["module"][name]) for name in names}
+        return {name: Held(path, partial(_of_module, name)) for name in names}
     if layout is None:
         raise UserError(f"{path} has no weights and does not say which layers they belong to: save it again")
     slices = {int(found[1]) for other in path.parent.iterdir() if (found := LAYER_FILE.search(other.name))}
@@ -363,6 +363,10 @@ def _fp32_masters(optimizer: State) -> list[list[torch.Tensor]] | None:
     if "fp32_groups_flat" in (optimizer or {}):
         return [[flat] for flat in optimizer["fp32_groups_flat"]]
     return list(optimizer["fp32_groups"]) if "fp32_groups" in (optimizer or {}) else None
+
+
+def _of_module(name: str, state: State) -> torch.Tensor:
+    return state["module"][name]
 
 
 def _of_masters(group: int, index: int, state: State) -> torch.Tensor:
