@@ -2,7 +2,6 @@
 
 start         checks and prepares a process: versions of DeepSpeed and torch, half-precision types, architectures
 hooks         every change to a live engine, in one ordered list
-parameters    construction under ZeRO-3, filling what is cut up
 logical       what each parameter is of the logical model: its name, its shape, its rows and columns
 groups        which ranks hold the rest of it
 autotp        DeepSpeed's AutoTP layers, with another product; what it cannot cut
@@ -16,7 +15,7 @@ dense_store   for every sparse parameter this rank's slice, with live views of i
 compact_index which weights of a matrix a compact parameter stores
 compact_store the same slices for parameters that store their active weights alone; chooses the store of an engine
 compact_files which weights those are, in a checkpoint
-put_weights   writes weights and optimizer states into a live engine
+put_weights   writes weights and optimizer states into a live engine; makes and fills parameters under ZeRO-3
 handover      hands them from one engine to the next in the same process, and frees the first
 muon          Muon in one place at every stage
 powers        Adam's powers of its betas on a CPU, from the count of updates alone
@@ -47,8 +46,15 @@ from mst_scale.zero_shards.hooks import HOOKS, install
 from mst_scale.zero_shards.logical import TABLES, cut_of, is_cut, named_parameters, shape_of
 from mst_scale.zero_shards.muon import shapes as muon_shapes
 from mst_scale.zero_shards.other_layout import checkpoint_to_reshape
-from mst_scale.zero_shards.parameters import is_matrix, partitioned_construction, whole
-from mst_scale.zero_shards.put_weights import put_reads, put_weights, read_stored, stamp
+from mst_scale.zero_shards.put_weights import (
+    is_matrix,
+    partitioned_construction,
+    put_reads,
+    put_weights,
+    read_stored,
+    stamp,
+    whole,
+)
 from mst_scale.zero_shards.recompute import Recomputation
 from mst_scale.zero_shards.saving import (
     carry_state,

@@ -38,7 +38,8 @@ def held_values(engine: Any) -> list[HeldValue]:
 
     DeepSpeed rebinds some of them when a checkpoint is loaded, so the list is not to be kept.
     """
-    return [*_weights(engine), *_states(engine), *_buffers(engine), *_numbers(engine)]
+    buffers = [HeldValue(name, buffer.detach(), True) for name, buffer in engine.module.named_buffers()]
+    return [*_weights(engine), *_states(engine), *buffers, *_numbers(engine)]
 
 
 def _weights(engine: Any) -> Iterator[HeldValue]:
@@ -70,23 +71,16 @@ def _states(engine: Any) -> Iterator[HeldValue]:
                 yield HeldValue(f"{key} of {name}", value.detach(), replicated)
 
 
-def _buffers(engine: Any) -> Iterator[HeldValue]:
-    for name, buffer in engine.module.named_buffers():
-        yield HeldValue(name, buffer.detach(), True)
-
-
 def _numbers(engine: Any) -> Iterator[HeldValue]:
     """Yield what is counted, and the settings with which the optimizer updates; loops set these before a step."""
     base = base_optimizer(engine)
-    counted = [value for state in base.state.values() for _, value in sorted(state.items(), key=_key)]
+    counted = [
+        value for state in base.state.values() for _, value in sorted(state.items(), key=lambda item: str(item[0]))
+    ]
     yield HeldValue("the optimizer's counts of updates", _as_tensor(counted), False)
     settings = [value for group in base.param_groups for key, value in sorted(group.items()) if key != "params"]
     steps = [engine.global_steps, engine.global_samples, engine.skipped_steps, loss_scale(engine)]
     yield HeldValue("step counters and settings of the optimizer", _as_tensor([*steps, *settings]), True, False)
-
-
-def _key(item: tuple[Any, Any]) -> str:
-    return str(item[0])
 
 
 def _as_tensor(values: list[Any]) -> Tensor:

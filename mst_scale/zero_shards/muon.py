@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import deepspeed.comm as ds_comm
 import torch
@@ -36,19 +36,12 @@ from mst_scale.zero_shards.logical import shape_of
 from mst_scale.zero_shards.step import NamedCollectives, base_optimizer, optimized
 from mst_scale.zero_shards.supported import check_engine, uses_muon
 
+if TYPE_CHECKING:
+    from mst_scale.zero_shards.hooks import Follower
+
 STEPS = 5  # of Newton-Schulz, as DeepSpeed takes
 MOMENTUM = "momentum_buffer"
 OURS = "mst_muon"  # marks what is updated here
-
-
-class MasksUpdates(Protocol):
-    """The interface that Muon calls to mask an update before applying it."""
-
-    def holds_update(self) -> bool:
-        """Return whether this update is skipped."""
-
-    def mask_update(self, parameter: nn.Parameter, update: torch.Tensor) -> None:
-        """Set the update of inactive weights to 0."""
 
 
 def takes_over(engine: Any, masks_weights: bool) -> bool:
@@ -85,7 +78,7 @@ def shapes(engine: Any) -> list[tuple[tuple[int, ...], str]]:
 class Muon:
     """One engine's Muon, in place of DeepSpeed's own; every rank builds it and steps it together."""
 
-    def __init__(self, engine: Any, follower: MasksUpdates):
+    def __init__(self, engine: Any, follower: Follower):
         self.follower, self.device = follower, engine.device
         self.optimizer = base_optimizer(engine)
         marked = matrices(engine)
