@@ -22,7 +22,7 @@ from pydantic import (
     Field,
     GetCoreSchemaHandler,
     GetJsonSchemaHandler,
-    StrictBool,
+    StrictBool,  # noqa: F401 (blocks import it from here, like the other types of keys)
     StrictFloat,
     StrictInt,
     TypeAdapter,
@@ -33,24 +33,6 @@ from pydantic_core import PydanticCustomError, core_schema
 from typing_extensions import dataclass_transform
 
 from mst_scale.errors import UserError, format_value
-
-__all__ = [
-    "MAX_SEED",
-    "MAX_STEPS",
-    "MAX_TOKENS",
-    "MILLION",
-    "NO_EFFECT",
-    "Duration",
-    "Field",
-    "StrictBool",
-    "StrictFloat",
-    "StrictInt",
-    "ZeroOr",
-    "block",
-    "fields_of",
-    "keys_of",
-    "parse",
-]
 
 Block = TypeVar("Block")
 MILLION = 10**6

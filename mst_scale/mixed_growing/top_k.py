@@ -30,7 +30,7 @@ from torch import Tensor
 from mst_scale.comm.exchange import Exchange
 from mst_scale.mixed_growing import packed_bits
 from mst_scale.mixed_growing.scores import INFINITY_KEY, Scores, peak_keys
-from mst_scale.shard import Shard
+from mst_scale.shard import Range, Shard
 
 SAMPLE = 1 << 14  # candidates sampled per layer, on all ranks together
 SAMPLE_BITS = 7
@@ -40,8 +40,6 @@ SLACK = 16  # added to it, in samples, since small counts are not normally distr
 SHORT = 1 / 16  # lists up to this fraction of the candidates may start at the best score
 DIGIT_BITS = (6, 12)  # narrow digits send less (2^bits/bits counts per bit of the key), but need one or two more rounds
 ROUND_BYTES = 1 << 14  # digits are wider for few layers, until their histograms add up to 16 KiB
-
-Range = tuple[int, int]
 
 
 @dataclass(frozen=True)

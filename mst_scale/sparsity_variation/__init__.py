@@ -4,16 +4,7 @@ schedule   phase, target sparsity and update fraction of each step, and which st
 config     the block `mst.sparsity`, and the schedule that it states for a run
 """
 
+# ruff: noqa: F401 (the names that other packages use)
+
 from mst_scale.sparsity_variation.config import DURATIONS, MIN_DEFAULT_INTERVAL, SparsityConfig
 from mst_scale.sparsity_variation.schedule import PHASES, Phase, Point, Schedule, Segment
-
-__all__ = [
-    "DURATIONS",
-    "MIN_DEFAULT_INTERVAL",
-    "PHASES",
-    "Phase",
-    "Point",
-    "Schedule",
-    "Segment",
-    "SparsityConfig",
-]
