@@ -105,15 +105,9 @@ class BlockedShard:
     def _block_columns(self) -> Tensor:
         return self.shard.cut.column_axis.logical(torch.arange(self.width, device=self.device)) // self.grid.side
 
-    def count(self, bits: Tensor | None) -> Tensor:
-        """Return the number of set bits in the slice's part of each block; None means that all are set."""
-
-        def numbers(a: int, b: int) -> Tensor:
-            if bits is None:
-                return torch.ones(b - a, dtype=torch.int64, device=self.device)
-            return packed_bits.unpack(packed_bits.cut(bits, a, b), b - a).to(torch.int64)
-
-        return self._totals(numbers)
+    def count(self, bits: Tensor) -> Tensor:
+        """Return the number of set bits in the slice's part of each block."""
+        return self._totals(lambda a, b: packed_bits.unpack(packed_bits.cut(bits, a, b), b - a).to(torch.int64))
 
     def size(self, scores: Scores, exponent: int) -> Tensor:
         """Return Σ trunc(2^exponent · |score|) over the slice's part of each block."""

@@ -217,7 +217,7 @@ def _views(layers: Sequence[Layer], side: int, exchange: Exchange) -> list[_View
 
 def _counts(mask: LayerMask, sliced: BlockedShard) -> Tensor:
     """Count the active weights in the slice's part of each block, plus 2^16 times those that were ever active."""
-    counts = sliced.count(mask.bits)
+    counts = sliced.count(mask.packed())
     if mask.ever is not None:
         counts += sliced.count(mask.ever) << 16
     return counts.to(torch.int32)  # a block has at most 2^14 weights

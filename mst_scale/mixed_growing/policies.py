@@ -20,14 +20,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from mst_scale.errors import UserError
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-Score = Callable[..., Any]
 
 
 def itself(values: Tensor) -> Tensor:
@@ -44,7 +42,7 @@ def _weight_and_gradient(w: Tensor, g: Tensor, share: float) -> Tensor:
 class Criterion:
     """A score, and the inputs that it reads in the order of its arguments: "weight", "gradient" or "momentum"."""
 
-    score: Score
+    score: Callable[..., Tensor]
     reads: tuple[str, ...]
 
 

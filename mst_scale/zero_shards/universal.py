@@ -54,8 +54,11 @@ def convert(source: Path, draft: Path) -> int:
     with maps_kept(), ThreadPoolExecutor(WORKERS) as pool:
         for _ in pool.map(write, shapes):
             pass
-    _write_common(draft / "zero", common, states[0]["ds_version"])
-    # It looks for one name at stages 0 to 2 and for another at stage 3.
+    # the loaders of stages 1 and 2 read the groups, and that of stage 3 the optimizer's state
+    stage3 = {"state": {0: {"step": common.pop("step")}}, "param_groups": common["param_groups"]}
+    common |= {"ds_version": states[0]["ds_version"], "optimizer_state_dict": stage3}
+    _save(common, draft / "zero" / "optimizer_state.pt")
+    # DeepSpeed looks for one name at stages 0 to 2 and for another at stage 3
     rest, module = dict(states[0]), states[0]["module"] or {}
     rest["mst_buffers"] = {name: module[name].clone() for name in rest.get("buffer_names") or [] if name in module}
     rest["module"], rest["optimizer"] = {}, None
@@ -137,13 +140,6 @@ def _refuse_untrained(source: Path, states: list[dict[str, Any]]) -> None:
 def _not_adam(source: Path) -> ValueError:
     what = "mst reshape supports the optimizer states of Adam and similar optimizers, and these are different"
     return UserError(f"{source}: {what}; {WARM}")
-
-
-def _write_common(zero: Path, common: dict[str, Any], version: str) -> None:
-    """`optimizer_state.pt` with what the loaders of stages 1 and 2 read, and what that of stage 3 reads."""
-    step, groups = common.pop("step"), common["param_groups"]
-    stage3 = {"state": {0: {"step": step}}, "param_groups": groups}
-    _save({**common, "ds_version": version, "optimizer_state_dict": stage3}, zero / "optimizer_state.pt")
 
 
 def _save(value: Any, path: Path) -> None:
