@@ -296,52 +296,49 @@ def _reslice(layer: LayerMask, pieces: Sequence[StoredMask]) -> tuple[int, Tenso
             raise UserError(f"the mask of {layer.name} has shape {piece.shard.shape}, but the model has {layer.shape}")
         if (piece.active, piece.bits is None) != (pieces[0].active, pieces[0].bits is None):
             raise Damaged(f"the masks of {layer.name} are from different steps: their active counts differ")
-    dense = pieces[0].bits is None
-    bits = None if dense else _gather(layer, [(p, p.bits) for p in pieces])
+    bits = None if pieces[0].bits is None else _gather(layer, [(p.shard, p.bits) for p in pieces])
     counted = all(p.ever is not None for p in pieces)
-    ever = _gather(layer, [(p, p.ever) for p in pieces]) if counted else None
+    ever = _gather(layer, [(p.shard, p.ever) for p in pieces]) if counted else None
     return pieces[0].active, bits, ever
 
 
-def _gather(layer: LayerMask, pieces: Sequence[tuple[StoredMask, Tensor | None]]) -> Tensor:
+def _gather(layer: LayerMask, pieces: Sequence[tuple[Shard, Tensor | None]]) -> Tensor:
     """Return the bits of the layer's slice, from pieces that cover it."""
-    for piece, packed in pieces:
-        if packed is None or packed.numel() != packed_bits.byte_count(piece.shard.length):
-            raise Damaged(f"the mask of {layer.name} at weight {piece.shard.start} is truncated")
-    if layer.shard.in_a_row is None or any(piece.shard.in_a_row is None for piece, _ in pieces):
-        return _gather_scattered(layer, pieces)
-    return _gather_ranges(layer, pieces)
+    given = []
+    for shard, packed in pieces:
+        if packed is None or packed.numel() != packed_bits.byte_count(shard.length):
+            raise Damaged(f"the mask of {layer.name} at weight {shard.start} is truncated")
+        given.append((shard, packed))
+    scattered = any(shard.in_a_row is None for shard in (layer.shard, *(shard for shard, _ in given)))
+    return _gather_scattered(layer, given) if scattered else _gather_ranges(layer, given)
 
 
-def _gather_ranges(layer: LayerMask, pieces: Sequence[tuple[StoredMask, Tensor | None]]) -> Tensor:
+def _gather_ranges(layer: LayerMask, pieces: Sequence[tuple[Shard, Tensor]]) -> Tensor:
     """Gather from ranges of the flattened parameter; at each position, use the piece that reaches furthest."""
-    starts = [piece.shard.in_a_row or 0 for piece, _ in pieces]
     position = layer.shard.in_a_row or 0
     end = position + layer.length
     taken: list[tuple[Tensor, int]] = []
     while position < end:
         reach = [
-            (start + piece.shard.length, start, packed)
-            for start, (piece, packed) in zip(starts, pieces, strict=True)
-            if start <= position < start + piece.shard.length
+            (start + shard.length, start, packed)
+            for shard, packed in pieces
+            if (start := shard.in_a_row or 0) <= position < start + shard.length
         ]
         if not reach:
             raise Damaged(f"the mask of {layer.name} lacks weight {position}: a rank's file is missing")
         until, start, packed = max(reach, key=lambda piece: piece[0])
         until = min(until, end)
-        assert packed is not None
         taken.append((packed_bits.cut(packed, position - start, until - start), until - position))
         position = until
     return packed_bits.join(taken, layer.device)
 
 
-def _gather_scattered(layer: LayerMask, pieces: Sequence[tuple[StoredMask, Tensor | None]]) -> Tensor:
+def _gather_scattered(layer: LayerMask, pieces: Sequence[tuple[Shard, Tensor]]) -> Tensor:
     """Gather from any pieces through the whole parameter, with one byte per weight; 2 marks a weight of no piece."""
     whole = torch.full((layer.numel,), 2, dtype=torch.uint8)
-    for piece, packed in pieces:
-        assert packed is not None
-        for a, b in packed_bits.spans(piece.shard.length, whole.device):
-            whole[piece.shard.logical(torch.arange(a, b))] = packed_bits.unpack_span(packed.cpu(), a, b).to(torch.uint8)
+    for shard, packed in pieces:
+        for a, b in packed_bits.spans(shard.length, whole.device):
+            whole[shard.logical(torch.arange(a, b))] = packed_bits.unpack_span(packed.cpu(), a, b).to(torch.uint8)
     bits = []
     for a, b in packed_bits.spans(layer.length, whole.device):
         index = layer.shard.logical(torch.arange(a, b))
