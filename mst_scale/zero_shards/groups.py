@@ -113,9 +113,5 @@ def _of_stage(stage: int) -> Any:
     """Return the group of this stage's ranks; every rank makes the groups of all stages."""
     stages: list[int] = [0] * dist.get_world_size()
     dist.all_gather_object(stages, stage)
-    mine = None
-    for one in sorted(set(stages)):
-        group = dist.new_group([rank for rank, at in enumerate(stages) if at == one])
-        if one == stage:
-            mine = group
-    return mine
+    members = [[rank for rank, at in enumerate(stages) if at == one] for one in sorted(set(stages))]
+    return dist.new_subgroups_by_enumeration(members)[0]

@@ -132,11 +132,7 @@ def on_zero_grad(engine: Any, call: Callable[[], None]) -> None:
 
 def before_master_update(engine: Any, hook: Callable[[], None]) -> None:
     """Call `hook` before each update of master weights (see after_master_update); the norm is known by then."""
-
-    def pre(optimizer: Any, args: Any, kwargs: Any) -> None:
-        hook()
-
-    base_optimizer(engine).register_step_pre_hook(pre)
+    base_optimizer(engine).register_step_pre_hook(lambda *_: hook())
 
 
 def after_master_update(engine: Any, hook: Callable[[set[int]], None]) -> None:
@@ -145,11 +141,9 @@ def after_master_update(engine: Any, hook: Callable[[set[int]], None]) -> None:
     It gets the ids of the tensors just updated: ZeRO-1/2 update once per parameter group, ZeRO-3 per sub-group, in the
     same order on all ranks. After an overflow the base optimizer is not called, and so neither is the hook.
     """
-
-    def post(optimizer: Any, args: Any, kwargs: Any) -> None:
-        hook({id(p) for group in optimizer.param_groups for p in group["params"]})
-
-    base_optimizer(engine).register_step_post_hook(post)
+    base_optimizer(engine).register_step_post_hook(
+        lambda optimizer, *_: hook({id(p) for group in optimizer.param_groups for p in group["params"]})
+    )
 
 
 def hold_updates(engine: Any, when: Callable[[], bool]) -> None:
