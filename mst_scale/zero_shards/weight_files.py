@@ -41,6 +41,7 @@ from mst_scale.zero_shards.logical import Layout, layout_of_file
 from mst_scale.zero_shards.put_weights import FP32
 
 State = Any  # what a checkpoint's file unpickles to
+Find = Callable[[State], torch.Tensor]
 LAYER_FILE = re.compile(r"^layer_\d+-model_(\d+)-model_states\.pt$")
 
 
@@ -50,7 +51,7 @@ class Part:
 
     shard: Shard
     path: Path
-    find: Callable[[State], torch.Tensor]
+    find: Find
     offset: int = 0
 
 
@@ -301,26 +302,15 @@ def _cut_parameters(files: list[Path], groups: Groups, optimizer: State, key: st
 # --- stage 0 ---
 
 
-@dataclass(frozen=True)
-class Held:
-    """A tensor of the module: the file that contains it, and how to find it there."""
-
-    path: Path
-    find: Callable[[State], torch.Tensor]
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Its shape, which is read from the file."""
-        return tuple(self.find(opened(self.path)).shape)
-
-
 def _replicated(path: Path, state: State, key: str, layout: Layout | None) -> dict[str, list[Part]]:
     """Whole, in the model's file or its layers', and in the optimizer's state there."""
-    held, masters = _held(path, state, layout), _fp32_masters(state["optimizer"])
-    told = {name: _told(name, tensor.shape, layout) for name, tensor in held.items()}
-    wholes = {name: Shard(logical, cut, 0, math.prod(cut.local_matrix)) for name, (logical, cut) in told.items()}
-    parts = {shard.name: [Part(shard, held[name].path, held[name].find)] for name, shard in wholes.items()}
-    if masters is None and key == FP32:
+    wholes: dict[str, Shard] = {}
+    parts: dict[str, list[Part]] = {}
+    for name, (file, find) in _held(path, state, layout).items():
+        logical, cut = _told(name, tuple(find(opened(file)).shape), layout)
+        wholes[name] = Shard(logical, cut, 0, math.prod(cut.local_matrix))
+        parts[logical] = [Part(wholes[name], file, find)]
+    if _fp32_masters(state["optimizer"]) is None and key == FP32:
         return parts
     found = parts if key == FP32 else {}
     for g, group in enumerate(base_state(state["optimizer"])["param_groups"]):
@@ -334,21 +324,24 @@ def _replicated(path: Path, state: State, key: str, layout: Layout | None) -> di
     return found
 
 
-def _held(path: Path, state: State, layout: Layout | None) -> dict[str, Held]:
-    """Return the parameters of a model's file; those of a pipeline's stage lie in a file for each layer and slice."""
+def _held(path: Path, state: State, layout: Layout | None) -> dict[str, tuple[Path, Find]]:
+    """Return, by parameter, the file that contains it and how to find it there.
+
+    Those of a model are in its file; those of a pipeline's stage are in a file for each layer and slice.
+    """
     if state["module"] is not None:
         names = [name for name in state["module"] if name not in (state.get("buffer_names") or [])]
-        return {name: Held(path, partial(_of_module, name)) for name in names}
+        return {name: (path, partial(_of_module, name)) for name in names}
     if layout is None:
         raise UserError(f"{path} has no weights and does not say which layers they belong to: save it again")
     slices = {int(found[1]) for other in path.parent.iterdir() if (found := LAYER_FILE.search(other.name))}
     if not slices:
         raise Damaged(f"{path.parent} has none of its layer files (layer_*-model_states.pt): copy it again")
-    held = {}
+    held: dict[str, tuple[Path, Find]] = {}
     for name in layout.table:
         layer, own = layout.layer(name)
         file = path.with_name(f"layer_{layer:02d}-model_{_model_rank(path) % (max(slices) + 1):02d}-model_states.pt")
-        held[name] = Held(file, itemgetter(own))
+        held[name] = file, itemgetter(own)
     return held
 
 
