@@ -7,9 +7,9 @@ component         the interface of a component
 The components:
 
 masking           keeps inactive weights at 0; initial_masks: the masks of a start, or those of a file
-topology          prunes and grows weights, and initializes grown ones; criteria: the values that are compared
+topology          prunes and grows weights, and initializes grown ones
 compute           makes layers compute with their masks, with the same kernels on all ranks
-compact_topology  masking and topology of layers that store only active weights; compact_compute: kernels
+compact_topology  masking and topology of layers that store only active weights
 weight_checks     stops the run if an inactive weight was moved, or masks differ
 weight_functions  makes layers multiply by a function of the stored tensor
 attention         sets the attention pattern
@@ -18,8 +18,7 @@ config_record     keeps the config in checkpoints
 
 What they are made from:
 
-async_saves       asynchronous saves of your own training loop
-reshaping         loads a checkpoint of another number of ranks
+checkpoint_calls  asynchronous saves, and loads from another number of ranks, of your own training loop
 compaction        makes layers compact before DeepSpeed starts; compact_linear: how these compute
 targets           chooses the parameters that become sparse; adapters: those that never do
 sequences         gives a model its part of each sequence

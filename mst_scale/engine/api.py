@@ -20,9 +20,8 @@ from mst_scale.compiled.first_use import announced
 from mst_scale.config import RECIPES, Experiment, load, overridden_in_recipe, read, states
 from mst_scale.config.parallel import KEYS, check_pipeline, sizes_of
 from mst_scale.config.support import check_supported, precision_of
-from mst_scale.engine.async_saves import save_in_background
+from mst_scale.engine.checkpoint_calls import reshape_on_load, save_in_background
 from mst_scale.engine.compaction import make_compact
-from mst_scale.engine.reshaping import reshape_on_load
 from mst_scale.engine.sequences import cut_sequences
 from mst_scale.engine.sparse_training import SparseTraining
 from mst_scale.engine.token_limit import unlimited, whole_size, with_durations
@@ -72,7 +71,8 @@ def initialize(
     if more:  # what DeepSpeed's order gives a name
         given = inspect.signature(_deepspeeds_own).bind(args, model, optimizer, model_parameters, *more).arguments
         named = {key: value for key, value in given.items() if key not in FIRST}
-        if twice := sorted(named.keys() & (others.keys() | _stated(config=config, config_params=config_params))):
+        stated = {key for key, value in (("config", config), ("config_params", config_params)) if value is not None}
+        if twice := sorted(named.keys() & (others.keys() | stated)):
             raise TypeError(f"mst_scale.initialize got {twice[0]} both as a positional and as a keyword argument")
         config, config_params = named.pop("config", config), named.pop("config_params", config_params)
         others, more = {**named, **others}, ()
@@ -84,10 +84,10 @@ def initialize(
     if args is not None and of_args is not None:  # DeepSpeed would read the file itself, our blocks and presets unseen
         args = copy.copy(args)
         args.deepspeed_config = None
-    experiment = configs[0] if isinstance(configs[0], Experiment) else load(configs[0])
-    _require_length(configs[0], experiment)
-    _refuse_growth(configs[0], experiment)
-    unread = _refuse_two_schedules(configs[0], experiment, others)
+    source: Any = configs[0]
+    own_loop = not isinstance(source, Experiment)  # `pretrain` passes an Experiment
+    experiment: Experiment = load(source) if own_loop else source
+    unread = _check_own_loop(source, experiment, others) if own_loop else []
     notes = [*check_supported(experiment.deepspeed, experiment.mst), *unread]
     zero_shards.check_precision(precision_of(experiment.deepspeed))
     _refuse_unread_sizes(model, experiment, others)
@@ -102,8 +102,8 @@ def initialize(
         )
     remove_products(model)  # of an earlier engine, whose masks are no longer followed
     speak()
-    cut_sequences(model, **others)
-    if not isinstance(configs[0], Experiment) and (changes := overridden_in_recipe(configs[0])):
+    cut_sequences(model, others.get("mpu"))
+    if own_loop and (changes := overridden_in_recipe(source)):
         logger.info("%s", changes)
     for note in notes:
         logger.warning("%s", note)
@@ -116,20 +116,14 @@ def initialize(
     sizes = sizes_of(experiment.deepspeed)
     cut = sizes.tensor > 1 and others.get("mpu") is not None  # AutoTP cuts later
     weights = whole_size(model, is_part=cut or isinstance(model, deepspeed.PipelineModule))
-    own_loop = not isinstance(configs[0], Experiment)
     described = unlimited(experiment) if own_loop else experiment
     parameters = make_compact(model, described, optimizer, parameters, others)
     with announced(), zero_shards.asserted_of_cutting(model, sizes_of(experiment.deepspeed).tensor):
         engine, made, loader, scheduler = _deepspeeds_own(
-            args,
-            model,
-            optimizer,
-            parameters,
-            config=experiment.deepspeed,
-            **others,
+            args, model, optimizer, parameters, config=experiment.deepspeed, **others
         )
-    if not isinstance(configs[0], Experiment):
-        experiment = with_durations(experiment, configs[0], engine, weights)
+    if own_loop:
+        experiment = with_durations(experiment, source, engine, weights)
     training = SparseTraining(engine, experiment, own_loop)
     public: MST = training
     engine.mst = public
@@ -137,16 +131,11 @@ def initialize(
     latest, steps = weakref.ref(training), experiment.training.steps
     own_loops.watch(lambda: (engine := latest()) is None or engine.step >= steps)
     training.begin()
-    in_own_loop = not isinstance(configs[0], Experiment)  # `pretrain` saves in the background itself
-    if in_own_loop and states(configs[0], "training", "async_save") and experiment.training.async_save:
+    if own_loop and states(source, "training", "async_save") and experiment.training.async_save:
         training.saves = save_in_background(engine)
-    if in_own_loop and experiment.training.reshape_on_load:
+    if own_loop and experiment.training.reshape_on_load:
         reshape_on_load(engine)
     return engine, made, loader, scheduler
-
-
-def _stated(**values: Any) -> set[str]:
-    return {key for key, value in values.items() if value is not None}
 
 
 def _refuse_unread_sizes(model: torch.nn.Module, experiment: Experiment, others: dict[str, Any]) -> None:
@@ -177,14 +166,19 @@ def _refuse_unread_sizes(model: torch.nn.Module, experiment: Experiment, others:
         )
 
 
-def _require_length(config: Experiment | dict[str, Any] | str | Path, experiment: Experiment) -> None:
-    """Require `training.steps` if phases are fractions of the run: only the user knows how long their loop runs."""
+def _check_own_loop(config: dict[str, Any] | str | Path, experiment: Experiment, others: dict[str, Any]) -> list[str]:
+    """Reject what only `mst_scale.pretrain` can do or know; return a note on keys that only it reads.
+
+    Raises:
+        UserError: if phases are fractions of a run whose length only the user knows; if the initial weights are to be
+            grown; if there are two schedules of the learning rate.
+    """
     if experiment.mst.depends_on_length and not states(config, "training", "steps"):
         raise UserError(
             "training.steps is missing, and the phases of sparsity are fractions of the run: add "
             '"training": {"steps": N}, the number of optimizer steps, to the config'
         )
-    if not isinstance(config, Experiment) and (said := experiment.describe_skipped_ramp()):
+    if said := experiment.describe_skipped_ramp():
         logger.info("%s", said)
     last = experiment.schedule.at(experiment.training.steps - 1)
     if not states(config, "training", "steps") and last.sparsity > 0 and last.update_fraction > 0:
@@ -192,36 +186,23 @@ def _require_length(config: Experiment | dict[str, Any] | str | Path, experiment
             "training.steps is not set, so masks stop moving at step %d: set it to the length of the run",
             experiment.training.steps,
         )  # fmt: skip
-
-
-def _refuse_growth(config: Experiment | dict[str, Any] | str | Path, experiment: Experiment) -> None:
-    """Reject growth: a model passed to `initialize` has its weights; `pretrain` grows them before it calls this."""
-    if experiment.mst.growth is not None and not isinstance(config, Experiment):
+    if experiment.mst.growth is not None:
         raise UserError(
             f"method {experiment.mst.method} is available only in mst_scale.pretrain: in your own training loop, load "
             'the grown weights into the model, and choose "dense" or the method to continue with'
         )
-
-
-def _refuse_two_schedules(
-    config: Experiment | dict[str, Any] | str | Path, experiment: Experiment, others: dict[str, Any]
-) -> list[str]:
-    """Reject a second learning-rate schedule; return a note on keys that only `pretrain` reads."""
-    if isinstance(config, Experiment):
-        return []
-    unread = [key for key in read(config)[1].get("training", {}) if key not in READ]
+    blocks = read(config)[1]
+    unread = [key for key in blocks.get("training", {}) if key not in READ]
     of_deepspeed = "scheduler" in experiment.deepspeed or others.get("lr_scheduler") is not None
     if of_deepspeed and "lr_schedule" in unread:
         raise UserError(
             "the config has two schedules of the learning rate, training.lr_schedule and DeepSpeed's scheduler: remove "
             "training.lr_schedule, which only mst_scale.pretrain reads"
         )
-    of_recipe = RECIPES.get(str(read(config)[1].get("recipe")), {}).get("training", {})
+    of_recipe = RECIPES.get(str(blocks.get("recipe")), {}).get("training", {})
     unread += [key for key in of_recipe if key not in unread]
+    if not unread:
+        return []
     names = ", ".join(f"training.{key}" for key in unread)
     rate = "; your loop sets the learning rate (docs/own_loop.md)" if "lr_schedule" in unread else ""
-    return (
-        [f"{names}: no effect in your own training loop, because only mst_scale.pretrain reads them{rate}"]
-        if unread
-        else []
-    )
+    return [f"{names}: no effect in your own training loop, because only mst_scale.pretrain reads them{rate}"]

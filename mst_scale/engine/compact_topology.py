@@ -111,13 +111,13 @@ class CompactTopology(Topology):
         """Parameters whose gradients are kept: at stage 0, where ranks may use different layers, as DeepSpeed allows
         there, and those that other stages of a pipeline hold too."""
         # a strong reference would keep the engine in memory: Python's collector does not see these hooks
-        keep = weakref.WeakMethod(self._keep_gradient_of_step)
+        keep = _weakly(self._keep_gradient_of_step)
         for i, (index, parameter) in enumerate(zip(self.store.index, self.store.parameters, strict=True)):
             if index is None or not parameter.requires_grad:
                 continue
             # a load broadcasts tied parameters between stages, and torch then drops hooks of the other kind
             if i in self._reduced_late:
-                parameter.register_post_accumulate_grad_hook(functools.partial(_call, keep, i))
+                parameter.register_post_accumulate_grad_hook(functools.partial(keep, i))
             else:
                 parameter.register_hook(functools.partial(self._reduce_dense_gradient, i))
         zero_shards.watch_losses(self.engine, _weakly(self._begin_backward))
@@ -249,20 +249,12 @@ class CompactTopology(Topology):
             usual = mean_squares(values, [mask.active for mask in masks], peak_keys(scores, exchange), exchange)
         gradients = self._dense_gradients(under_way, batch)
         weights = store.expanded([(i, store.values.weight(i)) for i in batch])
-        changes = self.elements.evolve(
-            [
-                Layer(mask, under_way.targets[i], weight, gradient)
-                for i, mask, weight, gradient in zip(batch, masks, weights, gradients, strict=True)
-            ],
-            policy=self.policy,
-            update_fraction=under_way.update_fraction,
-            seed=self.state.seed,
-            step=under_way.step,
-            exchange=exchange,
-            regrow=config.regrow,
-            gradient_size=config.grown_moments == "seeded",
-        )
-        del weights
+        layers = [
+            Layer(mask, under_way.targets[i], weight, gradient)
+            for i, mask, weight, gradient in zip(batch, masks, weights, gradients, strict=True)
+        ]
+        changes = self._change(under_way, layers, exchange)
+        del weights, layers
         if config.grown_moments == "seeded":
             usual = [change.gradient_mean_square for change in changes]
         moved = [n for n, change in enumerate(changes) if change.pruned or change.grown]
@@ -403,8 +395,3 @@ def _weakly(method: Callable[..., Any]) -> Callable[..., Any]:
         return None if (alive := found()) is None else alive(*given)
 
     return call
-
-
-def _call(method: weakref.WeakMethod[Any], i: int, parameter: Tensor) -> None:
-    if (alive := method()) is not None:
-        alive(i, parameter)

@@ -269,7 +269,7 @@ def _compute_with(module: nn.Module, index: CompactIndex) -> None:
 
 
 def _linear(module: Any, index: CompactIndex, x: torch.Tensor) -> torch.Tensor:
-    return compact_linear(x, module.weight, index, index.shape, module.bias)
+    return compact_linear(x, module.weight, index, module.bias)
 
 
 def _embedding(module: nn.Embedding, index: CompactIndex, tokens: torch.Tensor) -> torch.Tensor:
@@ -283,7 +283,7 @@ class _Head:
         self.index = index
 
     def __call__(self, x: torch.Tensor, values: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        return compact_linear(x, values, self.index, self.index.shape, bias)
+        return compact_linear(x, values, self.index, bias)
 
     def loss(
         self, x: torch.Tensor, values: torch.Tensor, targets: torch.Tensor, count: torch.Tensor | None = None

@@ -1,5 +1,8 @@
 """Makes layers compute with their masks, with kernels that are the same on all ranks and after a resume.
 
+The choice for compact layers is that for masked dense ones: the backend "cpu" multiplies by the values alone, and
+"dense" expands one layer's matrix at a time. Both stores have the same bits with the same backend.
+
 A sparse product adds in another order than a dense one, so losses depend on which of them a layer uses. For each shape,
 rank 0 measures or looks up the sparsity above which the sparse product is faster
 (`sparse_linear.dispatch.crossovers_of`) and sends it to the others. Checkpoints store the result, and a resumed run
@@ -9,7 +12,8 @@ keeps it, also on another machine.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -18,9 +22,11 @@ from mst_scale import zero_shards
 from mst_scale.checkpoints.mask_state import MaskState
 from mst_scale.comm import logger
 from mst_scale.comm.exchange import Exchange
+from mst_scale.engine.compact_topology import CompactTopology
 from mst_scale.engine.component import Component
 from mst_scale.engine.topology import Topology
-from mst_scale.sparse_linear import SparseLayers, dispatch
+from mst_scale.errors import UserError
+from mst_scale.sparse_linear import dispatch
 
 Case = tuple[str, tuple[int, ...]]
 
@@ -31,41 +37,19 @@ class SparseCompute(Component):
     state_key = "mst_crossovers"
 
     def __init__(
-        self,
-        engine: Any,
-        state: MaskState,
-        store: zero_shards.Store,
-        topology: Topology,
-        *,
-        local: Exchange,
-        targets: dict[str, torch.nn.Parameter],
-        backend: str,
-        functions: bool,
-        channels: bool,
+        self, engine: Any, state: MaskState, topology: Topology, make_layers: Callable[[], Any], local: Exchange
     ):
         """Choose the kernels, on all ranks together.
 
         Args:
             engine: DeepSpeed's engine.
             state: the masks.
-            store: the slices of their parameters.
             topology: says when gradients of inactive weights are read.
+            make_layers: returns `SparseLayers` or `CompactLayers`; may fail on some ranks only, whose devices differ.
             local: the ranks over which ZeRO partitions a parameter.
-            targets: the parameters with masks.
-            backend: `mst.compute.backend`.
-            functions: whether every layer multiplies by a function of what its parameter stores.
-            channels: whether whole channels are inactive.
         """
         self.engine, self.state, self.topology, self.local = engine, state, topology, local
-        shapes = {s.name: s.cut.local_shape for s in store.slices}
-
-        def make_layers() -> SparseLayers:  # the devices of ranks may differ
-            return SparseLayers(
-                engine.module, targets, shapes, backend, topology.elements.side,
-                forwards=zero_shards.FORWARDS, always=functions, channels=channels,
-            )  # fmt: skip
-
-        self.layers = state.everyone.agree(make_layers)
+        self.layers: Any = state.everyone.agree(make_layers)
         if self.layers.backend == "auto":
             self._agree_on_crossovers()
         self._follow()
@@ -165,3 +149,53 @@ def _is_sparse(sparsity: float, crossover: float | None) -> bool:
 
 def _describe(crossover: float | None) -> str:
     return "always dense" if crossover is None else f"sparse from {crossover:.0%} on"
+
+
+class CompactLayers:
+    """The compact layers of a model, with the interface that the choice of kernels needs of `SparseLayers`."""
+
+    block = 1
+
+    def __init__(self, topology: CompactTopology, backend: str):
+        self.backend = backend
+        self.crossovers: dispatch.Crossovers = {}
+        self.index: dict[str, zero_shards.CompactIndex] = {}
+        self.parameters: dict[str, torch.nn.Parameter] = {}
+        self.products: dict[str, Any] = {}
+        self.dense_gradients = topology.ask_for_dense_gradients
+        for index, parameter in zip(topology.store.index, topology.store.parameters, strict=True):
+            if index is None:
+                continue
+            shape = (index.outputs, index.inputs)
+            if backend not in ("auto", "dense"):
+                reason = dispatch.why_not(backend, parameter.device.type, parameter.dtype, shape, self.block)
+                if reason is not None:
+                    raise UserError(f"mst.compute.backend {backend!r} cannot run here: {reason}")
+            index.on(topology.engine.device)  # otherwise torch.compile would compile a graph for each device
+            self.index[index.name], self.parameters[index.name] = index, parameter
+            self.products[index.name] = SimpleNamespace(shape=shape)
+
+    def choose(self, name: str, sparsity: float) -> str:
+        """Return the backend for a layer at a sparsity."""
+        if name not in self.products:
+            return "dense"
+        parameter, shape = self.parameters[name], self.products[name].shape
+        device, dtype = parameter.device.type, parameter.dtype
+        return dispatch.select(self.backend, device, dtype, shape, sparsity, self.block, self.crossovers)
+
+
+class CompactCompute(SparseCompute):
+    """Keeps the index of compact layers that of the masks."""
+
+    topology: CompactTopology
+
+    def masks_restored(self) -> None:
+        self.topology.index_from_masks()
+        self._follow()
+
+    def _follow(self) -> None:
+        """Give the layers their backends; positions are already those of the masks."""
+        for mask, backend in zip(self.state.masks, self._choose(), strict=True):
+            if mask.name in self.layers.index:
+                self.layers.index[mask.name].backend = backend
+        self._ask_for_dense_gradients()

@@ -41,10 +41,9 @@ class ConfigRecord(Component):
 
     def load_state_dict(self, state: dict[str, Any] | None) -> None:
         """Compare with the config in a checkpoint; None if it has none."""
-        before = state
-        self.changes = [] if before is None else differences(before, self.state_dict())
-        if before is None:
+        self.changes = [] if state is None else differences(state, self.state_dict())
+        if state is None:
             logger.info("the checkpoint does not contain the config it was trained with: changes are not checked")
         elif self.changes:
-            meant = set(differing(before, self.state_dict())) <= set(LENGTH)
+            meant = set(differing(state, self.state_dict())) <= set(LENGTH)
             logger.log(INFO if meant else WARNING, "resuming with changes: %s", ", ".join(self.changes))

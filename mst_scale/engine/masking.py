@@ -48,7 +48,27 @@ class Masking(Component):
         self.given_digests = list(state.digests)
 
     def begin(self) -> None:
-        self._warn_of_few_blocks()
+        """Warn about layers that `min_blocks` keeps denser than the requested sparsity."""
+        elements, masks = self.topology.elements, self.state.masks
+        if not isinstance(elements, Blocks):
+            return
+        counts = self.topology.counts(self.state.schedule.max_sparsity)
+        least = [elements.at_least(mask.shape) for mask in masks]
+        short = [i for i in range(len(counts)) if least[i] > counts[i]]
+        if short:
+            logger.warning(
+                "mst.topology.granularity.min_blocks = %d keeps %d of %d parameters denser than the requested sparsity "
+                "of %.0f %%: %s has %d × %d blocks and keeps %d or more of them instead of %d. Use smaller blocks or a "
+                "smaller min_blocks",
+                elements.least,
+                len(short),
+                len(counts),
+                100 * self.state.schedule.max_sparsity,
+                masks.names[short[0]],
+                *self.topology.shapes[masks.names[short[0]]],
+                least[short[0]],
+                counts[short[0]],
+            )
 
     # --- one step ---
 
@@ -176,29 +196,6 @@ class Masking(Component):
         if self.initial == "magnitude":
             return "; the first masks keep the largest weights"
         return "; the first masks are random (for weights that are trained already: mst.sparsity.initial = magnitude)"
-
-    def _warn_of_few_blocks(self) -> None:
-        """Warn about layers that `min_blocks` keeps denser than the requested sparsity."""
-        elements, masks = self.topology.elements, self.state.masks
-        if not isinstance(elements, Blocks):
-            return
-        counts = self.topology.counts(self.state.schedule.max_sparsity)
-        least = [elements.at_least(mask.shape) for mask in masks]
-        short = [i for i in range(len(counts)) if least[i] > counts[i]]
-        if short:
-            logger.warning(
-                "mst.topology.granularity.min_blocks = %d keeps %d of %d parameters denser than the requested sparsity "
-                "of %.0f %%: %s has %d × %d blocks and keeps %d or more of them instead of %d. Use smaller blocks or a "
-                "smaller min_blocks",
-                elements.least,
-                len(short),
-                len(counts),
-                100 * self.state.schedule.max_sparsity,
-                masks.names[short[0]],
-                *self.topology.shapes[masks.names[short[0]]],
-                least[short[0]],
-                counts[short[0]],
-            )
 
 
 def describe_phases(schedule: Schedule) -> str:

@@ -6,7 +6,6 @@ UlyssesSPAttentionHF, which has already changed them and is recognized by its mp
 
 from __future__ import annotations
 
-import inspect
 from typing import Any
 
 import deepspeed
@@ -19,9 +18,8 @@ from mst_scale.hybrid_sparse_attention import SequenceShard, sequence_parallel
 JOINED = ("gpt2",)  # their attention joins heads by a reshape of its own, after Ulysses has joined them
 
 
-def cut_sequences(model: nn.Module, *more: Any, **others: Any) -> None:
-    """Split the model's sequences; `more` are the arguments of `deepspeed.initialize` from the fifth on."""
-    mpu = inspect.signature(deepspeed.initialize).bind(None, model, None, None, *more, **others).arguments.get("mpu")
+def cut_sequences(model: nn.Module, mpu: Any) -> None:
+    """Split the model's sequences over the ranks of an mpu; None if there is none."""
     ranks_of = getattr(mpu, "get_sequence_parallel_world_size", None)
     parts = 1 if ranks_of is None else int(ranks_of())
     if parts == 1 or isinstance(model, deepspeed.PipelineModule):
@@ -41,7 +39,6 @@ def cut_sequences(model: nn.Module, *more: Any, **others: Any) -> None:
                     "initialize the GPT of mst_scale with its weights"
                 )
         return
-    assert mpu is not None
     attends = sequence_parallel(model, mpu.get_sequence_parallel_group())
     knows = any(isinstance(getattr(module, "part", None), SequenceShard) for module in model.modules())
     if not (attends and knows):

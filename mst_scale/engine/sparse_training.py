@@ -47,27 +47,25 @@ from mst_scale.comm import SharedMistake, logger
 from mst_scale.comm.exchange import Exchange, Stages
 from mst_scale.config import Experiment
 from mst_scale.dead_units.live import Channels, LiveUnits
-from mst_scale.dead_units.units import Units
 from mst_scale.engine.attention import AttentionPattern
 from mst_scale.engine.changed_weights import ChangedWeights
-from mst_scale.engine.compact_compute import CompactCompute
 from mst_scale.engine.compact_topology import CompactMasking, CompactTopology
 from mst_scale.engine.component import Component
-from mst_scale.engine.compute import SparseCompute
+from mst_scale.engine.compute import CompactCompute, CompactLayers, SparseCompute
 from mst_scale.engine.config_record import ConfigRecord
-from mst_scale.engine.criteria import AsStored
 from mst_scale.engine.initial_masks import GivenMasks
 from mst_scale.engine.masking import Masking
 from mst_scale.engine.targets import choose_targets
-from mst_scale.engine.topology import Granularity, Topology, TopologyStep, full_after
+from mst_scale.engine.topology import Criteria, Granularity, Topology
 from mst_scale.engine.types import MST
 from mst_scale.engine.weight_checks import DriftChecks, WeightChecks
-from mst_scale.engine.weight_functions import functions_of
+from mst_scale.engine.weight_functions import WeightFunctions
 from mst_scale.errors import UserError
 from mst_scale.hybrid_sparse_attention import Pattern
 from mst_scale.mixed_growing.blocks import granularity_of
 from mst_scale.mixed_growing.evolve import Change
 from mst_scale.mixed_growing.masks import LayerMask, MaskSet
+from mst_scale.sparse_linear import SparseLayers
 from mst_scale.sparsity_variation import Point
 from mst_scale.zero_shards import compact_files
 
@@ -95,7 +93,7 @@ class SparseTraining:
         self.span: Callable[[str], AbstractContextManager[Any]] = nullcontext  # a stopwatch of whoever measures this
         self.callbacks = Callbacks()
         self.record = ConfigRecord(engine, experiment, own_loop)
-        self.functions = functions_of(engine, experiment)
+        self.functions = None if experiment.mst.function is None else WeightFunctions(engine, experiment)
         self.attention = AttentionPattern(engine, experiment.attention_schedule, experiment.mst.attention.backend)
         masked: list[Component] = [] if experiment.mst.stays_dense else self._make_masks()
         if not masked:
@@ -150,21 +148,25 @@ class SparseTraining:
         make = functools.partial(CompactTopology, sparsity=constant) if compact else Topology
         self.topology = make(
             engine, topology, self.state, self.store,
-            elements=elements, shapes=shapes, distribution=mst.sparsity.distribution, revival=self.units,
-            criteria=AsStored() if self.functions is None else self.functions, plan_revival=self._plan_revival,
+            elements=elements, shapes=shapes, distribution=mst.sparsity.distribution,
+            criteria=Criteria() if self.functions is None else self.functions, units=self.units,
         )  # fmt: skip
         self.masking = (CompactMasking if compact else Masking)(
             engine, self.state, self.store, self.topology, initial=mst.sparsity.initial, given=self._read_given()
         )
         same_layers = Exchange(groups.same_layers, engine.device, of_checks)
         self.drift = DriftChecks(engine, self.state, same_layers, topology.check_every)
+        backend = mst.compute.backend
         if isinstance(self.topology, CompactTopology):  # nothing inactive is in memory, so nothing can be moved
-            layers = CompactCompute(engine, self.state, self.topology, mst.compute.backend)
+            make_compact = functools.partial(CompactLayers, self.topology, backend)
+            layers = CompactCompute(engine, self.state, self.topology, make_compact, local)
             return [self.masking, self.topology, layers, self.drift]
-        self.compute = SparseCompute(
-            engine, self.state, self.store, self.topology, local=local, targets=targets,
-            backend=mst.compute.backend, functions=self.functions is not None, channels=isinstance(elements, Channels),
+        make_layers = functools.partial(
+            SparseLayers, engine.module, targets, {s.name: s.cut.local_shape for s in self.store.slices}, backend,
+            elements.side, forwards=zero_shards.FORWARDS, always=self.functions is not None,
+            channels=isinstance(elements, Channels),
         )  # fmt: skip
+        self.compute = SparseCompute(engine, self.state, self.topology, make_layers, local)
         checks = WeightChecks(engine, self.store, self.topology, self.drift)
         return [self.masking, checks, self.topology, self.compute, self.drift]
 
@@ -187,20 +189,6 @@ class SparseTraining:
             return given
 
         return self.state.everyone.agree(read)
-
-    def _plan_revival(self, under_way: TopologyStep) -> None:
-        """Plan to revive, at the current topology step, dead units whose last masks are removed."""
-        masks, elements = self.state.masks, self.topology.elements
-        full = full_after(under_way, self.state, self.topology.shapes)
-        masked = {mask.name: mask.active / mask.numel for mask in masks if not mask.dense}
-        active = None
-        if isinstance(elements, Channels):
-            sparsity = self.schedule.at(under_way.step).sparsity
-
-            def active(units: Units) -> torch.Tensor:
-                return elements.active(units, sparsity)
-
-        self.units.plan_revival(under_way.step, full, masked, active)
 
     def begin(self) -> None:
         """Start all components after every check has passed, and log in one line what was chosen."""

@@ -11,10 +11,11 @@ rise as the first moment fills. `mst.topology.grown_moments` says what g₀² is
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,59 +23,34 @@ from torch import Tensor
 from mst_scale import zero_shards
 from mst_scale.checkpoints.mask_state import MaskState
 from mst_scale.comm.exchange import Exchange
+from mst_scale.dead_units import Tally
+from mst_scale.dead_units.live import Channels, LiveUnits
 from mst_scale.engine.component import Component
-from mst_scale.engine.criteria import Criteria
+from mst_scale.mixed_growing.blocks import Blocks, Elements
 from mst_scale.mixed_growing.config import TopologyConfig
 from mst_scale.mixed_growing.distribution import active_counts
 from mst_scale.mixed_growing.evolve import Change, Layer, active_mean_squares
 
-Counts = Mapping[str, tuple[int, int]]
+Granularity = Elements | Blocks | Channels
+"""The unit of pruning and growing."""
 
 
-class Granularity(Protocol):
-    """The unit of pruning and growing: `mixed_growing.blocks.Elements`, `Blocks` or `dead_units.live.Channels`."""
+class Criteria:
+    """Defines the values that pruning and growing compare.
 
-    @property
-    def side(self) -> int:
-        """Weights along a side of an element."""
+    Parameters store their weights, unless `mst.method` multiplies by a function of what they store (`WeightFunctions`).
+    """
 
-    @property
-    def suffix(self) -> str:
-        """Return its description for the run's first log line."""
+    def to_weight_gradient_(self, name: str, stored: Tensor, gradient: Tensor) -> None:
+        """Turn the gradient of stored values into that of weights, in place."""
 
-    def grid_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
-        """Return the shape of a matrix in elements."""
+    def ranked(self, name: str, stored: Tensor, momentum: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """Return the weights and their momentum."""
+        return stored, momentum
 
-    @property
-    def evolve(self) -> Callable[..., list[Change]]:
-        """Prune and grow, as `mixed_growing.evolve` defines it."""
-
-    def sparsify(self, layers: list[Layer], *, how: str, seed: int, exchange: Exchange) -> list[Change]:
-        """Choose first masks."""
-
-
-class Revival(Protocol):
-    """Gives weights to units that no gradient reaches, when masks are removed (`dead_units.live.LiveUnits`)."""
-
-    @property
-    def revived(self) -> Counts:
-        """(revived, all) units by kind, of the last step that revived some."""
-
-    @property
-    def revived_at(self) -> int:
-        """… and that step."""
-
-    def starts(self, name: str) -> bool:
-        """Return whether some weights of a matrix have their first gradient after this step."""
-
-    def starting(self, name: str) -> Tensor:
-        """Return the places of these weights in this rank's slice."""
-
-    def revive(self, name: str) -> None:
-        """Write the new weights into this rank's slice."""
-
-    def finish(self, updated: bool) -> None:
-        """End the step."""
+    def to_stored_squares(self, name: str, stored: Tensor, squares: Tensor) -> Tensor:
+        """Return squared gradients of stored values, given those of weights."""
+        return squares
 
 
 @dataclass
@@ -106,16 +82,15 @@ class Topology(Component):
         shapes: Mapping[str, Sequence[int]],
         distribution: Any,
         criteria: Criteria,
-        revival: Revival,
-        plan_revival: Callable[[TopologyStep], None],
+        units: LiveUnits,
     ):
         self.engine, self.config, self.distribution = engine, config, distribution
         self.state, self.store, self.elements, self.shapes = state, store, elements, shapes
-        self.criteria, self.revival, self.plan_revival = criteria, revival, plan_revival
+        self.criteria, self.units = criteria, units
         self.policy = config.chosen
         self._masks = list(state.masks)
         self.under_way: TopologyStep | None = None
-        self.revived: Counts = {}
+        self.revived: Tally = {}
         """(revived, all) units by kind of the last topology step, over all stages."""
         # a run that starts dense has had every weight active: the share is 1, and no bit need be kept to know it
         self.counts_coverage = config.track_coverage and state.schedule.at(0).sparsity > 0
@@ -158,7 +133,19 @@ class Topology(Component):
             dense = self.reads_dense_gradients(step)
             self.under_way = TopologyStep(step, self.counts(point.sparsity), point.update_fraction, dense)
             if self.config.revive_dead_units:
-                self.plan_revival(self.under_way)
+                self._plan_revival(self.under_way)
+
+    def _plan_revival(self, under_way: TopologyStep) -> None:
+        """Plan to revive dead units whose last masks this step removes."""
+        masks, elements = list(self.state.masks), self.elements
+        counts = zip(masks, under_way.targets, strict=True)
+        full = {mask.name for mask, count in counts if count == math.prod(self.shapes[mask.name])}
+        masked = {mask.name: mask.active / mask.numel for mask in masks if not mask.dense}
+        active = None
+        if isinstance(elements, Channels):
+            sparsity = self.state.schedule.at(under_way.step).sparsity
+            active = functools.partial(elements.active, sparsity=sparsity)
+        self.units.plan_revival(under_way.step, full, masked, active)
 
     def keep_gradient(self, i: int, gradient: Tensor, scale: float) -> bool:
         """Keep a copy of this rank's gradient of a parameter, if a topology step is under way.
@@ -194,7 +181,7 @@ class Topology(Component):
         if state.masks.dense and step >= state.schedule.sparse_until:
             for mask in state.masks:
                 mask.ever = None
-        self.revival.finish(updated)
+        self.units.finish(updated)
         if updated or under_way is None:  # an overflow leaves the topology step due at the next boundary
             state.settled = step
         if updated and under_way is not None:
@@ -202,7 +189,7 @@ class Topology(Component):
             state.changes = list(state.stages.joined(counted).values())
             state.changed_at = under_way.step
             state.refresh()
-            self.revived = state.stages.added(self.revival.revived if self.revival.revived_at == step else {})
+            self.revived = state.stages.added(self.units.revived if self.units.revived_at == step else {})
 
     # --- pruning and growing ---
 
@@ -221,21 +208,12 @@ class Topology(Component):
         for exchange, together in self.state.exchange.grouped(here):
             if config.grown_moments == "active_mean":
                 usual |= active_means(together, exchange)
-            changes = self.elements.evolve(
-                [layers[i] for i in together],
-                policy=self.policy,
-                update_fraction=under_way.update_fraction,
-                seed=self.state.seed,
-                step=under_way.step,
-                exchange=exchange,
-                regrow=config.regrow,
-                gradient_size=config.grown_moments == "seeded",
-            )
+            changes = self._change(under_way, [layers[i] for i in together], exchange)
             found |= zip(together, changes, strict=True)
             if config.grown_moments == "seeded":
                 usual |= {i: change.gradient_mean_square for i, change in zip(together, changes, strict=True)}
                 # of a matrix that was dense before, and so has not grown, some lines may be revived
-                reviving = [i for i in together if usual[i] is None and self.revival.starts(masks[i].name)]
+                reviving = [i for i in together if usual[i] is None and self.units.starts(masks[i].name)]
                 if reviving:
                     usual |= active_means(reviving, exchange)
         for i in here:
@@ -248,8 +226,21 @@ class Topology(Component):
                     self._start_grown(i, change, under_way.gradients[i], usual[i])
                 if config.reset_momentum and becomes_dense and "exp_avg" in states[i]:
                     states[i]["exp_avg"].zero_()
-            self.revival.revive(change.name)
+            self.units.revive(change.name)
         return [found[i] for i in here]
+
+    def _change(self, under_way: TopologyStep, layers: list[Layer], exchange: Exchange) -> list[Change]:
+        """Prune and grow layers that share an exchange."""
+        return self.elements.evolve(
+            layers,
+            policy=self.policy,
+            update_fraction=under_way.update_fraction,
+            seed=self.state.seed,
+            step=under_way.step,
+            exchange=exchange,
+            regrow=self.config.regrow,
+            gradient_size=self.config.grown_moments == "seeded",
+        )
 
     def _layer(self, under_way: TopologyStep, i: int, momentum: Tensor | None) -> Layer:
         mask = self._masks[i]
@@ -264,7 +255,7 @@ class Topology(Component):
         if usual is None:
             return
         grown = change.grown_indices()
-        if (revived := self.revival.starting(change.name)).numel():
+        if (revived := self.units.starting(change.name)).numel():
             grown = torch.cat([grown, revived]).unique()
         if not grown.numel():
             return
@@ -286,9 +277,3 @@ class Topology(Component):
 def all_finite(values: Tensor) -> bool:
     """Return whether no value is NaN or infinite, without a temporary of their size."""
     return not values.numel() or bool(torch.stack(values.aminmax()).isfinite().all())  # a NaN is passed on
-
-
-def full_after(under_way: TopologyStep, state: MaskState, shapes: Mapping[str, Sequence[int]]) -> set[str]:
-    """Return the names of this rank's parameters that are dense after the current step."""
-    pairs = zip(state.masks, under_way.targets, strict=True)
-    return {mask.name for mask, count in pairs if count == math.prod(shapes[mask.name])}

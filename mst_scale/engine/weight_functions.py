@@ -24,6 +24,7 @@ from mst_scale.config.parallel import describe_method_conflict
 from mst_scale.engine.component import Component
 from mst_scale.engine.masking import describe_phases
 from mst_scale.engine.targets import choose_targets
+from mst_scale.engine.topology import Criteria
 from mst_scale.errors import UserError
 from mst_scale.methods import METHODS, WeightFunction
 from mst_scale.mixed_growing.distribution import active_counts
@@ -75,7 +76,7 @@ class Pulled(torch.autograd.Function):
         return gradients[0] + layer.share() * pull, None
 
 
-class WeightFunctions(Component):
+class WeightFunctions(Component, Criteria):
     """The functions of one engine's layers, from the first step until the final dense phase begins, or to the end."""
 
     state_key = STATE
@@ -275,7 +276,7 @@ class WeightFunctions(Component):
                 zero_shards.put_reads(self.engine, parameters[name], read)
         return changed
 
-    # --- criteria.Criteria: what masks over an elementwise function read ---
+    # --- Criteria: what masks over an elementwise function read ---
 
     def to_weight_gradient_(self, name: str, stored: torch.Tensor, gradient: torch.Tensor) -> None:
         """Divide the gradient of stored values by the function's slope."""
@@ -356,11 +357,3 @@ def _reader(values: torch.Tensor) -> Any:
         return values[shard.start : shard.start + shard.length]
 
     return read
-
-
-def functions_of(engine: Any, experiment: Experiment) -> WeightFunctions | None:
-    """Return the functions of a method that defines one; None if layers multiply by their stored parameters."""
-    method = experiment.mst.method
-    if method is None or METHODS[method].function is None:
-        return None
-    return WeightFunctions(engine, experiment)

@@ -221,7 +221,7 @@ def warnings(rank: int, world: int) -> list[str]:
     logging.getLogger("mst_scale").addHandler(handler)
     with mesh_of(2) as mesh:
         for own in (toy(), nn.Sequential(SelfAttention(8, 2)), model()):
-            cut_sequences(own, mpu=mesh)
+            cut_sequences(own, mesh)
     logging.getLogger("mst_scale").removeHandler(handler)
     return [line for line in said if "sequences are split" in line]
 

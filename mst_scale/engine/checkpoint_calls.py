@@ -1,9 +1,14 @@
-"""Makes `engine.save_checkpoint` return after a copy, and writes the files in the background (`training.async_save`).
+"""Changes what `engine.save_checkpoint` and `engine.load_checkpoint` do in your own training loop.
 
-The folder has the files that DeepSpeed would write, under a name that ends in `.partial` until all ranks have written
-theirs; then it is renamed, and `latest` names it. A save or load that comes before that waits, and so does the end of
-the program. A save that fails is logged, and the next one blocks: it raises if it fails too. Otherwise a loop might
-remove the last complete checkpoint to make room for ones that do not exist.
+`training.async_save`: a save returns after a copy, and the files are written in the background. The folder has the
+files that DeepSpeed would write, under a name that ends in `.partial` until all ranks have written theirs; then it is
+renamed, and `latest` names it. A save or load that comes before that waits, and so does the end of the program. A save
+that fails is logged, and the next one blocks: it raises if it fails too. Otherwise a loop might remove the last
+complete checkpoint to make room for ones that do not exist.
+
+`training.reshape_on_load`: a load of a checkpoint of another number of ranks needs the copy that `mst reshape` makes.
+The first rank makes it, inside the checkpoint, while the others wait. `mst_scale.pretrain` does the same without this
+key.
 """
 
 from __future__ import annotations
@@ -22,6 +27,7 @@ import torch.distributed as dist
 
 from mst_scale import zero_shards
 from mst_scale.checkpoints.background import WITHOUT_COPY, BackgroundSaves
+from mst_scale.checkpoints.reshape import reshape
 from mst_scale.checkpoints.store import PARTIAL
 from mst_scale.comm import FailedElsewhere, Ranks, logger, new_group
 from mst_scale.comm.own_loops import BEFORE_OTHERS
@@ -33,8 +39,7 @@ def save_in_background(engine: Any) -> BackgroundSaves | None:
     if (why := zero_shards.why_blocking(engine)) is not None:
         logger.info("engine.save_checkpoint waits until a checkpoint is written: %s", why)
         return None
-    local = int(os.environ.get("LOCAL_RANK", "0"))
-    saves = BackgroundSaves(Ranks(dist.get_rank(), local, dist.get_world_size(), new_group("saves", backend="gloo")))
+    saves = BackgroundSaves(_all_ranks("saves"))
     save, load = engine.save_checkpoint, engine.load_checkpoint
     order = inspect.signature(save)
     swept: set[Path] = set()
@@ -47,7 +52,7 @@ def save_in_background(engine: Any) -> BackgroundSaves | None:
             saves.ranks.on_first(lambda: _sweep(folder))
             swept.add(folder)
         if before is not None and before.error is not None:
-            if dist.get_rank() == 0:
+            if saves.ranks.first:
                 logger.error("step %d was not saved (%s): this save blocks", before.step, before.error)
             return save(**given)
         tag = f"global_step{engine.global_steps}" if given.get("tag") is None else str(given["tag"])
@@ -86,3 +91,33 @@ def _sweep(folder: Path) -> None:
 def _at_exit(saves: BackgroundSaves) -> None:
     saves.wait_here()
     saves.close()
+
+
+def reshape_on_load(engine: Any) -> None:
+    """Let `engine.load_checkpoint` make the copy that another number of ranks needs."""
+    ranks, load = _all_ranks("reshape"), engine.load_checkpoint
+    order = inspect.signature(load)
+
+    @functools.wraps(load)
+    def load_checkpoint(*args: Any, **named: Any) -> Any:
+        given = order.bind(*args, **named).arguments
+
+        def make_copy() -> None:
+            found = zero_shards.checkpoint_to_reshape(engine, Path(given["load_dir"]), given.get("tag"))
+            if found is not None:
+                folder, why = found
+                logger.info("%s: creating a copy that can be loaded", why)
+                logger.info("created %s in %.1f s", folder, reshape(folder).seconds)
+
+        # weights alone are loaded from any layout
+        if not engine.load_universal_checkpoint() and not given.get("load_module_only"):
+            ranks.on_first(make_copy, long=True)
+        return load(*args, **named)
+
+    engine.load_checkpoint = load_checkpoint
+
+
+def _all_ranks(group: str) -> Ranks:
+    """Return all ranks with a control group of this name (collective)."""
+    local = int(os.environ.get("LOCAL_RANK", "0"))
+    return Ranks(dist.get_rank(), local, dist.get_world_size(), new_group(group, backend="gloo"))
