@@ -90,18 +90,16 @@ def make_compact(
 
 def _why_dense_here(optimizer: Any, model: nn.Module, others: dict[str, Any]) -> str | None:
     """Return which of the arguments keeps a run dense; None if none does."""
+    mpu = others.get("mpu")
     cases = {
         "the optimizer is an object that has the dense weights": isinstance(optimizer, torch.optim.Optimizer),
         "the optimizer is not the config's Adam or AdamW": optimizer is not None,
         "layers are split over ranks": isinstance(model, PipelineModule)
         and model.mpu().get_slice_parallel_world_size() > 1,
-        "the mpu is not a Mesh that cuts sequences alone": not _cuts_sequences_alone(others.get("mpu")),
+        "the mpu is not a Mesh that cuts sequences alone": mpu is not None
+        and not (isinstance(mpu, Mesh) and mpu.sizes.tensor == mpu.sizes.pipeline == 1),
     }
     return next((reason for reason, applies in cases.items() if applies), None)
-
-
-def _cuts_sequences_alone(mpu: Any) -> bool:
-    return mpu is None or (isinstance(mpu, Mesh) and mpu.sizes.tensor == mpu.sizes.pipeline == 1)
 
 
 def _why_layer_stays(model: nn.Module, name: str, parameter: nn.Parameter) -> str | None:

@@ -27,7 +27,7 @@ def choose_targets(model: nn.Module, targets: TargetsConfig, frozen: bool = Fals
     if (whole_model := getattr(model, "whole_model", None)) is not None:
         names = choose_targets(whole_model(), targets, frozen)
         return {name: p for name, p in named_parameters(model) if name in names}
-    head = _head_of(model)
+    head = head_of(model)
     if not hasattr(model, "get_output_embeddings") and not targets.lm_head:
         logger.info(
             "mst.targets.lm_head has no effect: the model does not define get_output_embeddings(). "
@@ -56,7 +56,7 @@ def choose_targets(model: nn.Module, targets: TargetsConfig, frozen: bool = Fals
     return {name: matrices[name] for name in targets.choose(matrices)}
 
 
-def _head_of(model: nn.Module) -> nn.Parameter | None:
+def head_of(model: nn.Module) -> nn.Parameter | None:
     """Return the weight of the output projection, by the convention of Hugging Face's models and ours."""
     output = getattr(model, "get_output_embeddings", lambda: None)()
     return getattr(output, "weight", None)

@@ -23,7 +23,7 @@ from mst_scale.config import Experiment
 from mst_scale.config.parallel import describe_method_conflict
 from mst_scale.engine.component import Component
 from mst_scale.engine.masking import describe_phases
-from mst_scale.engine.targets import choose_targets
+from mst_scale.engine.targets import choose_targets, head_of
 from mst_scale.engine.topology import Criteria
 from mst_scale.errors import UserError
 from mst_scale.methods import METHODS, WeightFunction
@@ -99,10 +99,10 @@ class WeightFunctions(Component, Criteria):
             raise UserError(
                 f"method {self.method} trains stored tensors, but Muon needs the weights themselves: use AdamW"
             )
-        head = getattr(engine.module, "get_output_embeddings", lambda: None)()
+        head = head_of(engine.module)
         tables = [p for m in engine.module.modules() if isinstance(m, zero_shards.TABLES) for p in m.parameters()]
         for name, shape in self.shapes.items():
-            if head is not None and self.targets[name] is head.weight and any(head.weight is p for p in tables):
+            if self.targets[name] is head and any(head is p for p in tables):
                 raise UserError(
                     f"method {self.method}: {name} is a tied head, so the embedding would read stored values instead "
                     "of weights: set mst.targets.lm_head to false"
@@ -162,8 +162,8 @@ class WeightFunctions(Component, Criteria):
         self._seed_moments()
 
     def after_step(self, updated: bool) -> None:
-        self._end_if_due(self._step)
-        self._follow(self._step)
+        self._end_if_due()
+        self._follow()
 
     def weights_replaced(self) -> None:
         """Store the tensors that yield the current weights of the model."""
@@ -174,16 +174,16 @@ class WeightFunctions(Component, Criteria):
                 return made
 
             self._replace(stored)
-        self._follow(self._step)
+        self._follow()
 
     @property
     def _step(self) -> int:
         return int(self.engine.global_steps)
 
-    def _follow(self, step: int) -> None:
+    def _follow(self) -> None:
         """Set how the products compute in the next step."""
-        holds = self.hold_at(step)
-        kept = self._kept(step) if holds else {}
+        holds = self.hold_at(self._step)
+        kept = self._kept() if holds else {}
         for name, layer in self.layers.items():
             layer.kept = kept.get(name, layer.kept)
             self.products[name].function = layer if holds else None
@@ -207,14 +207,14 @@ class WeightFunctions(Component, Criteria):
                 )
             layer.pulls = 0
 
-    def _kept(self, step: int) -> dict[str, int]:
-        sparsity = 0.0 if self.function.elementwise else self.schedule.at(step).sparsity
+    def _kept(self) -> dict[str, int]:
+        sparsity = 0.0 if self.function.elementwise else self.schedule.at(self._step).sparsity
         counts = active_counts(list(self.shapes.values()), sparsity, self.distribution)
         return dict(zip(self.shapes, counts, strict=True))
 
-    def _end_if_due(self, step: int) -> None:
+    def _end_if_due(self) -> None:
         """Continue with plain weights after the last step that uses the functions."""
-        if self.hold_at(step) or not self.hold_at(step - 1):
+        if self.hold_at(self._step) or not self.hold_at(self._step - 1):
             return
         moved = self._replace(lambda layer, stored: self.function.end(stored, layer.kept, layer.scale))
         if moved:
@@ -314,10 +314,9 @@ class WeightFunctions(Component, Criteria):
         return self._shares(self.function.gradient_density)
 
     def _shares(self, density: Any) -> dict[str, float]:
-        step = self._step
-        if not self.hold_at(step):
+        if not self.hold_at(self._step):
             return dict.fromkeys(self.shapes, 1.0)
-        kept = self._kept(step)
+        kept = self._kept()
         return {name: density(shape, kept[name] / math.prod(shape)) for name, shape in self.shapes.items()}
 
     def sparsity(self) -> float:
@@ -349,7 +348,7 @@ class WeightFunctions(Component, Criteria):
         self.reseed = bool(state["reseed"])
         for name, (kept, scale) in state["layers"].items():
             self.layers[name].kept, self.layers[name].scale = int(kept), float(scale)
-        self._follow(self._step)
+        self._follow()
 
 
 def _reader(values: torch.Tensor) -> Any:

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import deepspeed
 import torch
@@ -25,8 +24,6 @@ from mst_scale.pretrain.prepare import Prepared
 from mst_scale.randomness import counter_hash
 
 Batches = Iterator[tuple[torch.Tensor, torch.Tensor]]
-Update = Callable[[Any, Batches, int], torch.Tensor]
-Losses = Callable[[Any, Batches, int], Iterable[torch.Tensor]]
 
 
 @dataclass(frozen=True)
@@ -87,16 +84,29 @@ class MicroBatches:
         self.share = Share.of(prepared.ranks, prepared.mesh)
         self.device = next(self.engine.module.parameters()).device
         self.stragglers = Stragglers(self.ranks, self.engine.module)
-        self._update, self._losses = _functions_for(self.engine)
+        self.pipeline = isinstance(self.engine.module, deepspeed.PipelineModule)
 
     def update(self, step: int, number: int) -> torch.Tensor:
-        """Take one optimizer step; return this rank's mean loss, on the device.
+        """Take one optimizer step; return its mean loss on the device: this rank's, or a pipeline's over all replicas.
 
         Args:
             step: the number of steps before this one, which dropout depends on.
             number: the number of the global batch.
         """
-        return self._update(self.engine, self._of_step(step, number), self.accumulation)
+        batches = self._of_step(step, number)
+        total: torch.Tensor | None = None
+        if self.pipeline:
+            with warnings.catch_warnings():  # DeepSpeed broadcasts a loss that requires grad: nothing differentiates it
+                warnings.filterwarnings("ignore", message="c10d::broadcast_: an autograd kernel was not registered")
+                loss: torch.Tensor = self.engine.train_batch(batches)
+            return loss
+        for tokens, targets in batches:
+            loss = self.engine(tokens, targets)
+            self.engine.backward(loss)
+            self.engine.step()
+            total = loss.detach() if total is None else total + loss.detach()
+        assert total is not None
+        return total / self.accumulation
 
     @torch.no_grad()
     def validation_loss(self) -> float:
@@ -110,12 +120,21 @@ class MicroBatches:
         micro_batches = (self.read(self.val, 0, min(index, count - 1)) for index in mine)
         losses = torch.zeros(count, dtype=torch.float64)
         # only the last stage of a pipeline has losses
-        for index, loss in zip(mine, self._losses(self.engine, micro_batches, len(mine)), strict=False):
+        for index, loss in zip(mine, self._losses(micro_batches, len(mine)), strict=False):
             if index < count and self.share.counts:
                 losses[index] = loss / self.share.parts
         # each entry is nonzero on one rank, or on those that share a sequence in equal parts
         dist.all_reduce(losses, group=self.ranks.control)
         return float(losses.mean())
+
+    def _losses(self, micro_batches: Batches, count: int) -> list[torch.Tensor]:
+        """Return the loss of each micro-batch; with a pipeline, only its last stage has them."""
+        if self.pipeline:
+            return [x.double().cpu() for x in zero_shards.pipeline_losses(self.engine, micro_batches, count)]
+        self.engine.eval()
+        losses = [self.engine(tokens, targets).double().cpu() for tokens, targets in micro_batches]
+        self.engine.train()
+        return losses
 
     def _of_step(self, step: int, number: int) -> Batches:
         for turn in range(self.accumulation):
@@ -133,44 +152,3 @@ class MicroBatches:
         if self.device.type == "cuda":  # a copy from pageable memory may wait for all queued work of the device
             tokens, targets = tokens.pin_memory(), targets.pin_memory()
         return tokens.to(self.device, non_blocking=True), targets.to(self.device, non_blocking=True)
-
-
-def _functions_for(engine: Any) -> tuple[Update, Losses]:
-    """Return (update, losses) for this kind of engine.
-
-    Both take the engine, an iterator of micro-batches and their number. `update` takes one optimizer step and returns
-    the mean loss on the device: of this rank's micro-batches, or with a pipeline over all replicas. `losses` returns
-    the loss of each micro-batch without a step; with a pipeline only its last stage has them.
-    """
-    if isinstance(engine.module, deepspeed.PipelineModule):
-        return _update_pipeline, _pipeline_losses
-    return _update_whole_model, _whole_model_losses
-
-
-def _update_whole_model(engine: Any, batches: Batches, count: int) -> torch.Tensor:
-    total: torch.Tensor | None = None
-    for tokens, targets in batches:
-        loss = engine(tokens, targets)
-        engine.backward(loss)
-        engine.step()
-        total = loss.detach() if total is None else total + loss.detach()
-    assert total is not None
-    return total / count
-
-
-def _update_pipeline(engine: Any, batches: Batches, count: int) -> torch.Tensor:
-    with warnings.catch_warnings():  # DeepSpeed broadcasts a loss that requires grad, but nothing differentiates it
-        warnings.filterwarnings("ignore", message="c10d::broadcast_: an autograd kernel was not registered")
-        loss: torch.Tensor = engine.train_batch(batches)
-    return loss
-
-
-def _whole_model_losses(engine: Any, batches: Batches, count: int) -> Iterable[torch.Tensor]:
-    engine.eval()
-    found = [engine(tokens, targets).double().cpu() for tokens, targets in batches]
-    engine.train()
-    return found
-
-
-def _pipeline_losses(engine: Any, batches: Batches, count: int) -> Iterable[torch.Tensor]:
-    return [loss.double().cpu() for loss in zero_shards.pipeline_losses(engine, batches, count)]

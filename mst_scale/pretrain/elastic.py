@@ -85,18 +85,13 @@ def fit_batch(experiment: Experiment, world: int) -> Experiment:
     return dataclasses.replace(experiment, deepspeed=deepspeed)
 
 
-def under_agent() -> bool:
-    """Return whether torchrun has started this process."""
-    return AGENT in os.environ
-
-
 def take_part(experiment: Experiment) -> None:
     """Under torchrun, leave out the ranks that cannot share the batch; does not return on those before they may end.
 
     Raises:
         UserError: if no number of these ranks can train the run.
     """
-    if not under_agent():
+    if AGENT not in os.environ:
         return
     world = int(os.environ["WORLD_SIZE"])
     usable = next((n for n in range(world, 0, -1) if can_train(n, experiment.deepspeed)), None)

@@ -142,10 +142,10 @@ class _Held:
     def __init__(self, out: Path, ranks: Ranks):
         self._ranks = ranks
         self._folder = memory_copies.folder_of(out)
-        self._hosts: list[str] = _gather(ranks, memory_copies.host_name())
+        self._hosts: list[str] = gather(ranks, memory_copies.host_name())
         first = self._hosts.index(self._hosts[ranks.rank]) == ranks.rank
         mine = memory_copies.list_parts(self._folder) if first else []
-        self.copies = _by_copy(zip(self._hosts, _gather(ranks, mine), strict=True))
+        self.copies = _by_copy(zip(self._hosts, gather(ranks, mine), strict=True))
 
     def make_checkpoint(self, copy: Copy, checkpoints: Path) -> str | None:
         """Write the parts of a copy into a draft and seal it, on all ranks together; return why parts are unusable.
@@ -195,7 +195,7 @@ class _Held:
         for attempt in range(max(map(len, parts.values()))):
             mine = [rank for rank in left if self._reader(rank, parts[rank][attempt:]) == self._ranks.rank]
             own = self._ranks.agree(functools.partial(self._put_all_back, copy, mine, draft))
-            for written in _gather(self._ranks, own):
+            for written in gather(self._ranks, own):
                 for rank, found in written.items():
                     if isinstance(found, str):
                         errors[rank] = found
@@ -233,7 +233,8 @@ def _seal(draft: Path, final: Path, head: dict[str, Any], files: dict[str, Any])
     store.seal_files(draft, final, {**about, **more, "files": files})
 
 
-def _gather(ranks: Ranks, mine: Any) -> list[Any]:
+def gather(ranks: Ranks, mine: Any) -> list[Any]:
+    """Return the objects of all ranks, in their order."""
     import torch.distributed as dist
 
     found: list[Any] = [None] * ranks.world_size

@@ -15,7 +15,6 @@ from typing import Any
 
 import deepspeed
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from mst_scale import zero_shards
@@ -41,6 +40,7 @@ from mst_scale.models import blocks_of, build
 from mst_scale.models.initial_weights import not_drawn
 from mst_scale.plan.expected_gain import expect
 from mst_scale.pretrain import growth, resume, schedules, storage, validation
+from mst_scale.pretrain.from_memory import gather
 from mst_scale.pretrain.schedules import MASKED
 from mst_scale.run_logging import run_file
 from mst_scale.run_logging.metrics import OptionalWrites
@@ -223,8 +223,7 @@ def record_start(
     Returns:
         The run file, on the first rank.
     """
-    hosts: list[Any] = [None] * ranks.world_size
-    dist.all_gather_object(hosts, socket.gethostname(), group=ranks.control)
+    hosts = gather(ranks, socket.gethostname())
 
     def write() -> RunFile:
         out.mkdir(parents=True, exist_ok=True)

@@ -10,7 +10,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -24,11 +23,11 @@ from mst_scale.config.deepspeed import BATCH_KEYS, batch_shape, largest_micro
 from mst_scale.config.parallel import sizes_of
 from mst_scale.config.support import precision_of, stage_of
 from mst_scale.errors import Damaged, UserError
+from mst_scale.pretrain import elastic
 from mst_scale.run_logging import run_file
 
 # Environment variables in which launchers and Slurm count the earlier starts of this command.
 RESTARTS = ("MST_RESTART", "MST_RESIZED", "SLURM_RESTART_COUNT", "TORCHELASTIC_RESTART_COUNT")
-AGENT = "TORCHELASTIC_RUN_ID"
 
 
 def is_restart(out: Path | None = None) -> bool:
@@ -39,11 +38,11 @@ def is_restart(out: Path | None = None) -> bool:
     """
     if any(os.environ.get(name, "0") not in ("", "0") for name in RESTARTS):
         return True
-    job = os.environ.get(AGENT, "none")
+    job = os.environ.get(elastic.AGENT, "none")
     if job == "none" or out is None:
         return False
     last = run_file.read(out / "run.json").get("starts", [])[-1:]
-    return bool(last) and last[0].get("job", {}).get(AGENT) == job
+    return bool(last) and last[0].get("job", {}).get(elastic.AGENT) == job
 
 
 def choose_checkpoint(out: Path, resume: str, ranks: Ranks) -> Path | None:
@@ -118,6 +117,12 @@ def initial_replicas(out: Path, ranks: Ranks, sizes: ParallelDims) -> int:
     return ranks.on_first(read)
 
 
+def saved_config(out: Path) -> dict[str, Any] | None:
+    """Return the config of the run in `out`, or None if it has no checkpoint."""
+    path = out / "config.json"
+    return read_saved(path) if store.list_tags(out / "checkpoints") and path.is_file() else None
+
+
 def validate_same_model(out: Path, experiment: Experiment) -> None:
     """Check that a run continues with the model, the precision and the method it started with.
 
@@ -126,10 +131,10 @@ def validate_same_model(out: Path, experiment: Experiment) -> None:
     Raises:
         UserError: if one of them differs.
     """
-    path = out / "config.json"
-    if not store.list_tags(out / "checkpoints") or not path.exists():
+    before, path = saved_config(out), out / "config.json"
+    if before is None:
         return
-    before, now = read_saved(path), json.loads(json.dumps(to_dict(experiment)))
+    now = json.loads(json.dumps(to_dict(experiment)))
     for key in result_keys(experiment):
         block, _, name = key.partition(".")
         if block == "model" and before.get("model", {}).get(name) != now["model"][name]:
@@ -158,22 +163,16 @@ def with_shape_of_init(experiment: Experiment, init: str, out: Path) -> Experime
         raise UserError(f"--init requires a GPT, but model.arch is {experiment.model.arch!r}: leave it out")
     from mst_scale.hugging_face import start_from  # imports torch
 
-    keys = _shape_of_run(out, start_from.SHAPE) or start_from.model_keys(start_from.folder_of(init))
+    before = saved_config(out) or {}
+    if (own := before.get("training", {}).get("init")) is not None:
+        logger.info("%s has a checkpoint, so the weights of %s are not read again", out, own)
+        keys = {key: before["model"][key] for key in start_from.SHAPE}
+    else:
+        keys = start_from.model_keys(start_from.folder_of(init))
     changed = {key: value for key, value in keys.items() if getattr(experiment.model, key) != value}
     if changed:
         logger.info("the model has the shape of %s: %s", init, ", ".join(f"{k} = {v}" for k, v in changed.items()))
     return dataclasses.replace(experiment, model=dataclasses.replace(experiment.model, **keys))
-
-
-def _shape_of_run(out: Path, keys: Iterable[str]) -> dict[str, Any] | None:
-    path = out / "config.json"
-    if not store.list_tags(out / "checkpoints") or not path.exists():
-        return None
-    before = read_saved(path)
-    if before.get("training", {}).get("init") is None:
-        return None
-    logger.info("%s has a checkpoint, so the weights of %s are not read again", out, before["training"]["init"])
-    return {key: before["model"][key] for key in keys}
 
 
 def find_loadable(source: Path, ranks: Ranks, deepspeed: dict[str, Any], compact: bool) -> tuple[Path, bool]:

@@ -12,8 +12,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
-
 from mst_scale import comm, zero_shards
 from mst_scale.checkpoints import memory_copies, store
 from mst_scale.checkpoints.background import WITHOUT_COPY, BackgroundSaves, KeptCopies
@@ -21,8 +19,8 @@ from mst_scale.checkpoints.neighbors import Ring
 from mst_scale.checkpoints.reshape import make_dense
 from mst_scale.comm import ParallelDims, Ranks, logger
 from mst_scale.config import TrainingConfig
+from mst_scale.pretrain.from_memory import gather
 from mst_scale.pretrain.prepare import Prepared
-from mst_scale.run_logging.run_file import RunFile
 
 
 class Saves:
@@ -57,7 +55,10 @@ class Saves:
             self._memory.clear()  # of earlier starts
         self._background = _background_saves(self.engine, self.ranks, self.training)
         if self._background is not None and self.training.memory_every:
-            start = self.ranks.on_first(lambda: _number_and_time(prepared.run_file))
+            file = prepared.run_file  # on the first rank
+            start = self.ranks.on_first(
+                lambda: (0, "") if file is None else (file.restarts, str(file.starts[0]["time"]))
+            )
             self._background.copies = self._memory.begin(*start, self.training.memory_every, newest_copy)
             with contextlib.suppress(OSError, comm.FailedElsewhere):  # the first copy says so
                 self._background.prepare()  # it should listen when the first part of another host comes
@@ -135,7 +136,11 @@ class Saves:
     @property
     def newest_copy(self) -> str | None:
         """The tag of the newest copy in memory that all ranks have; None if there is none."""
-        return None if self._background is None or self._background.copies is None else self._background.copies.newest
+        return None if self._copies is None else self._copies.newest
+
+    @property
+    def _copies(self) -> KeptCopies | None:
+        return None if self._background is None else self._background.copies
 
     def finish(self, wait: bool = True) -> None:
         """Wait for the latest save, if it is still being written and `wait` says so."""
@@ -154,8 +159,8 @@ class Saves:
 
     def drop_copies(self) -> None:
         """Remove all copies in memory, on all ranks together, because the run must or need not continue from them."""
-        if self._background is not None and self._background.copies is not None:
-            self._background.copies.newest = None
+        if self._copies is not None:
+            self._copies.newest = None
             self._memory.clear()
 
     def close(self) -> None:
@@ -170,8 +175,8 @@ class Saves:
 
     def _succeed(self, step: int) -> None:
         self._in_a_row = 0
-        if self._background is not None and self._background.copies is not None:
-            self._background.copies.newest = None  # older than the checkpoint: the next copy replaces it
+        if self._copies is not None:
+            self._copies.newest = None  # older than the checkpoint: the next copy replaces it
         self._saved(step)
 
     def _fail(self, step: int, error: Exception, final: bool) -> None:
@@ -197,8 +202,7 @@ class _Memory:
     def __init__(self, out: Path, ranks: Ranks):
         self._ranks = ranks
         self._folder = memory_copies.folder_of(out)
-        self._hosts: list[Any] = [None] * ranks.world_size
-        dist.all_gather_object(self._hosts, memory_copies.host_name(), group=ranks.control)
+        self._hosts: list[str] = gather(ranks, memory_copies.host_name())
 
     def clear(self) -> None:
         """Remove them, on all ranks together."""
@@ -223,11 +227,6 @@ class _Memory:
             if isinstance(error, OSError):
                 logger.error("no copies in memory (training.memory_every): %s", error)
             return None
-
-
-def _number_and_time(file: RunFile | None) -> tuple[int, str]:
-    """Return how often a run was started again, and when it was first started."""
-    return (0, "") if file is None else (file.restarts, str(file.starts[0]["time"]))
 
 
 def _background_saves(engine: Any, ranks: Ranks, training: TrainingConfig) -> BackgroundSaves | None:

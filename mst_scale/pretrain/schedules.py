@@ -22,12 +22,13 @@ import json
 import math
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from mst_scale.checkpoints import store
 from mst_scale.comm import Ranks, logger
-from mst_scale.config import Experiment, TrainingConfig, in_steps, load_of_run, read_saved, resolve, to_dict
+from mst_scale.config import Experiment, TrainingConfig, in_steps, load_of_run, resolve, to_dict
 from mst_scale.errors import UserError
+from mst_scale.pretrain.resume import saved_config
 
 MASKED = "can_be_masked"  # key of the parameter group of matrices that can be masked
 BRANCH = "--branch-decay-from"
@@ -94,10 +95,8 @@ def _sparse_factors(step: int, experiment: Experiment) -> tuple[float, float]:
 
 def _first_rate_difference(ours: Experiment, theirs: Experiment, until: int) -> int | None:
     """Return the first update before step `until` with another fraction of the peak learning rate, or None."""
-    for step in range(until):
-        if learning_rate(step, 1.0, ours.training) != learning_rate(step, 1.0, theirs.training):
-            return step
-    return None
+    a, b = ours.training, theirs.training
+    return next((step for step in range(until) if learning_rate(step, 1.0, a) != learning_rate(step, 1.0, b)), None)
 
 
 def _first_mask_difference(ours: Experiment, theirs: Experiment, until: int) -> int | None:
@@ -186,11 +185,13 @@ def find_extension_start(
     if _step_of(source) <= shared.until:
         return source
     if resume != "auto" and shared.until >= 0:
-        _fail(ranks, f"--resume {resume}: {shared.reason}: name a checkpoint of step {shared.until:,} or earlier")
+        ranks.fail(
+            UserError(f"--resume {resume}: {shared.reason}: name a checkpoint of step {shared.until:,} or earlier")
+        )
     tag = store.newest(source.parent, ranks, before=shared.until + 1)
     if tag is None:
         steps = experiment.training.steps
-        _fail(ranks, f"{out} cannot be extended to step {steps:,}: {shared.missing_checkpoint}")
+        ranks.fail(UserError(f"{out} cannot be extended to step {steps:,}: {shared.missing_checkpoint}"))
     logger.info("%s: continuing to step %d from %s", shared.reason, experiment.training.steps, tag)
     return source.parent / tag
 
@@ -208,16 +209,12 @@ def describe_extension(out: Path, experiment: Experiment) -> str:
     return f"a larger --steps continues it from step {step:,}{shared.reason and f', because {shared.reason}'}"
 
 
-def _fail(ranks: Ranks, message: str) -> NoReturn:
-    ranks.fail(UserError(message))
-
-
 def _shorter_run(out: Path, experiment: Experiment) -> Experiment | None:
     """Return the run in `out` as it was started, if it had fewer steps and the same method."""
-    path = out / "config.json"
-    if not path.is_file() or read_saved(path).get("training", {}).get("steps", 0) >= experiment.training.steps:
+    own = saved_config(out)
+    if own is None or own.get("training", {}).get("steps", 0) >= experiment.training.steps:
         return None
-    before = resolve(read_saved(path), str(path))
+    before = resolve(own, str(out / "config.json"))
     return before if before.mst.method == experiment.mst.method else None
 
 
@@ -248,9 +245,8 @@ def plan_branch(experiment: Experiment, origin: str, out: Path) -> Experiment:
                         'to "wsd"')  # fmt: skip
     if experiment.training.restart:
         raise UserError(f"{BRANCH} cannot be used with a learning rate that restarts: leave training.restart out")
-    own_config = out / "config.json"
-    if store.list_tags(out / "checkpoints") and own_config.is_file():
-        before = resolve(read_saved(own_config), str(own_config)).training
+    if (own := saved_config(out)) is not None:
+        before = resolve(own, str(out / "config.json")).training
         return _with_decay(experiment, before.warmup, before.decay)
     checkpoint = _find_branch_checkpoint(origin)
     manifest = store.head(checkpoint)
@@ -305,7 +301,8 @@ def find_branch_source(origin: str | None, experiment: Experiment, ranks: Ranks)
     ranks.agree(lambda: store.check_undamaged(checkpoint, ranks))
     batch, stated = (store.head(checkpoint) or {}).get("batch"), experiment.deepspeed.get("train_batch_size")
     if stated not in (None, "auto", batch):
-        _fail(ranks, f"{BRANCH} {origin}: the trunk has train_batch_size = {batch}: set it to that, not to {stated}")
+        message = f"{BRANCH} {origin}: the trunk has train_batch_size = {batch}: set it to that, not to {stated}"
+        ranks.fail(UserError(message))
     return checkpoint
 
 

@@ -122,7 +122,9 @@ class Run:
             )  # fmt: skip
             self.operations.event("started", step=self.step)
         newest_copy, verified = (None, None) if left is None else (left.newest_copy, left.verified)
-        self.saves = Saves(prepared, self._saved, self._save_failed, newest_copy)
+        self.saves = Saves(
+            prepared, self._saved, lambda step, why: self.record_event("failed save", step=step, why=why), newest_copy
+        )
         self.verification = Verification(self.engine, self.ranks, self.training.verify_every, verified)
 
     def record_event(self, what: str, **more: Any) -> None:
@@ -134,9 +136,6 @@ class Run:
     def _saved(self, step: int) -> None:
         if self.operations is not None:
             self.operations.saved(step)
-
-    def _save_failed(self, step: int, why: str) -> None:
-        self.record_event("failed save", step=step, why=why)
 
     def record_end(self, how: str) -> None:
         """Record in run.json how this start ends, and tell operators of it."""

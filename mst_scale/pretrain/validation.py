@@ -45,6 +45,7 @@ def validate(experiment: Experiment, ranks: int, mesh: Mesh | None = None) -> No
 
     Raises:
         UserError: if the experiment cannot run on `ranks` processes of this machine.
+        OSError: if the folder of a monitor cannot be created.
     """
     _validate_memory(experiment, ranks)
     zero_shards.check_precision(precision_of(experiment.deepspeed))
@@ -70,11 +71,7 @@ def _warn_if_pruned_early(training: TrainingConfig) -> None:
 
 
 def _validate_deepspeed_keys(config: dict[str, Any], mesh: Mesh | None = None) -> None:
-    """Check DeepSpeed's part of the config by letting DeepSpeed read it.
-
-    Raises:
-        UserError: if DeepSpeed raises an error; the message names the key.
-    """
+    """Check DeepSpeed's part of the config by letting DeepSpeed read it; an error names the key."""
     error = _error_of_deepspeed(config, mesh)
     if error is None:
         return
@@ -108,11 +105,7 @@ def _describe(error: Exception, key: str = "") -> str:
 
 
 def _validate_optimizer(experiment: Experiment) -> None:
-    """Check that optimizer.type exists and accepts every key of optimizer.params.
-
-    Raises:
-        UserError: if it does not.
-    """
+    """Check that optimizer.type exists and accepts every key of optimizer.params."""
     optimizer = experiment.deepspeed["optimizer"]
     name, params = optimizer["type"], optimizer.get("params", {})
     known = _known_params(name, params, experiment.deepspeed)
@@ -142,17 +135,17 @@ def _known_params(name: str, params: dict[str, Any], config: dict[str, Any]) -> 
     """Return the parameters that an optimizer of this type accepts."""
     ops, kind, offload = deepspeed.ops, name.lower(), _offload_device(config) == "cpu"
     if kind in ("adam", "adamw"):
-        if params.get("torch_adam"):
-            return [*ADAM_OPTIONS, *_keywords(torch.optim.AdamW)]
-        return [*ADAM_OPTIONS, *_keywords(ops.adam.DeepSpeedCPUAdam if offload else ops.adam.FusedAdam)]
+        of_deepspeed = ops.adam.DeepSpeedCPUAdam if offload else ops.adam.FusedAdam
+        return [*ADAM_OPTIONS, *_keywords(torch.optim.AdamW if params.get("torch_adam") else of_deepspeed)]
     if kind == "muon":
         return [*ADAM_OPTIONS, *MUON_OPTIONS]
-    if kind == "lamb":
-        return _keywords(ops.lamb.FusedLamb)
-    if kind == "lion":
-        return _keywords(ops.lion.DeepSpeedCPULion if offload else ops.lion.FusedLion)
-    if kind == "adagrad":
-        return _keywords(ops.adagrad.DeepSpeedCPUAdagrad if offload else torch.optim.Adagrad)
+    made_by_deepspeed = {
+        "lamb": ops.lamb.FusedLamb,
+        "lion": ops.lion.DeepSpeedCPULion if offload else ops.lion.FusedLion,
+        "adagrad": ops.adagrad.DeepSpeedCPUAdagrad if offload else torch.optim.Adagrad,
+    }
+    if kind in made_by_deepspeed:
+        return _keywords(made_by_deepspeed[kind])
     found = getattr(torch.optim, name, None)
     if not (inspect.isclass(found) and issubclass(found, torch.optim.Optimizer)):
         of_torch = [other for other, cls in vars(torch.optim).items() if inspect.isclass(cls)]
@@ -228,10 +221,6 @@ def _validate_monitors(config: dict[str, Any]) -> None:
     """Check that the packages of all enabled monitors are installed, and create their folders.
 
     Only rank 0 uses the monitors; if one failed there, the other ranks would wait in DeepSpeed's collectives.
-
-    Raises:
-        UserError: if a package is missing.
-        OSError: if a folder cannot be created.
     """
     for name, module in MONITORS.items():
         monitor = config.get(name, {})
@@ -244,11 +233,7 @@ def _validate_monitors(config: dict[str, Any]) -> None:
 
 
 def _validate_compiler(training: TrainingConfig) -> None:
-    """Check that torch.compile finds its compiler, if the run asks for it.
-
-    Raises:
-        UserError: if there is none.
-    """
+    """Check that torch.compile finds its compiler, if the run asks for it."""
     name = os.environ.get("CXX", "g++")
     if training.compile and zero_shards.on_cpu() and shutil.which(name) is None:
         raise UserError(
@@ -258,11 +243,7 @@ def _validate_compiler(training: TrainingConfig) -> None:
 
 
 def _validate_memory(experiment: Experiment, ranks: int) -> None:
-    """Check that the float32 weights alone fit in memory, a lower bound for any setting (`mst plan` is exact).
-
-    Raises:
-        UserError: if they do not.
-    """
+    """Check that the float32 weights alone fit in memory, a lower bound for any setting (`mst plan` is exact)."""
     weights, sizes = experiment.model.weights, sizes_of(experiment.deepspeed)
     shards = ranks if stage_of(experiment.deepspeed) == 3 else sizes.tensor * sizes.pipeline
     needed, memory = 4 * weights // shards, _machine_memory()

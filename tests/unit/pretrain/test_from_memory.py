@@ -83,7 +83,7 @@ class Held(_Held):
 
 
 def test_a_full_disk_ends_the_start_and_damaged_parts_do_not(tmp_path, monkeypatch):
-    monkeypatch.setattr(from_memory, "_gather", lambda ranks, mine: [mine])
+    monkeypatch.setattr(from_memory, "gather", lambda ranks, mine: [mine])
     with pytest.raises(OSError, match="stays in memory"):
         Held(OSError(errno.ENOSPC, "No space left on device")).make_checkpoint(OLD, tmp_path)
     assert list(tmp_path.iterdir()) == [], "no draft stays"
