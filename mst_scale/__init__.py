@@ -17,7 +17,7 @@ from mst_scale.integrations.on_import import when_imported
 if TYPE_CHECKING:
     from mst_scale.checkpoints.warm_start import warm_start
     from mst_scale.engine.api import initialize
-    from mst_scale.engine.load_weights import load_weights
+    from mst_scale.engine.changed_weights import load_weights
     from mst_scale.engine.types import MST, Engine
     from mst_scale.generation.generate import generate
     from mst_scale.hugging_face.merge_adapters import merge_adapters
@@ -46,7 +46,7 @@ _WHERE = {
     "generate": "generation.generate",
     "initialize": "engine.api",
     "integrate": "integrations.integrate",
-    "load_weights": "engine.load_weights",
+    "load_weights": "engine.changed_weights",
     "merge_adapters": "hugging_face.merge_adapters",
     "record": "integrations.recording",
     "warm_start": "checkpoints.warm_start",

@@ -13,7 +13,7 @@ compact_topology  masking and topology of layers that store only active weights
 weight_checks     stops the run if an inactive weight was moved, or masks differ
 weight_functions  makes layers multiply by a function of the stored tensor
 attention         sets the attention pattern
-changed_weights   detects weights changed other than by a step; load_weights: the supported way to change them
+changed_weights   changes weights between steps, and detects changes made otherwise
 config_record     keeps the config in checkpoints
 
 What they are made from:
