@@ -17,6 +17,7 @@ from typing import Any
 from mst_scale.checkpoints import memory_copies, store
 from mst_scale.checkpoints.memory_copies import PART, Copy
 from mst_scale.comm import FailedElsewhere, Ranks, logger
+from mst_scale.comm.exchange import Exchange
 from mst_scale.errors import Damaged
 from mst_scale.pretrain import resume
 from mst_scale.run_logging import run_file
@@ -235,8 +236,4 @@ def _seal(draft: Path, final: Path, head: dict[str, Any], files: dict[str, Any])
 
 def gather(ranks: Ranks, mine: Any) -> list[Any]:
     """Return the objects of all ranks, in their order."""
-    import torch.distributed as dist
-
-    found: list[Any] = [None] * ranks.world_size
-    dist.all_gather_object(found, mine, group=ranks.control)
-    return found
+    return Exchange(ranks.control).all(mine)

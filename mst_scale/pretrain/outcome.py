@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Literal
 
 from mst_scale.comm import logger
+from mst_scale.pretrain.resume import last_start
 from mst_scale.pretrain.start import output_folder, parse_arguments, read_experiment
-from mst_scale.run_logging import run_file
 from mst_scale.run_logging.run_file import DIVERGED, FINISHED, PAUSED, STOPPED
 
 ELSEWHERE = ("hostfile", "mpi")  # launchers whose ranks may all be on other machines
@@ -51,7 +51,7 @@ def outcome(code: int, out: Path | None) -> Literal["done", "stop", "again"]:
     if not out.is_dir() and os.environ.get("MST_LAUNCHER") in ELSEWHERE:
         print(f"mst_scale: {out} is not on this machine, so only the exit code is known", file=sys.stderr)
         return "done" if code == 0 else "again"
-    last = (run_file.read(out / "run.json").get("starts") or [{}])[-1]
+    last = last_start(out)
     how = last.get("how") if last.get("job", {}).get("MST_START") == os.environ.get("MST_START") else None
     if code == 0:
         return "done" if how in (FINISHED, STOPPED, PAUSED) else "again"

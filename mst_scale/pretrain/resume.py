@@ -41,8 +41,13 @@ def is_restart(out: Path | None = None) -> bool:
     job = os.environ.get(elastic.AGENT, "none")
     if job == "none" or out is None:
         return False
-    last = run_file.read(out / "run.json").get("starts", [])[-1:]
-    return bool(last) and last[0].get("job", {}).get(elastic.AGENT) == job
+    return bool(last_start(out).get("job", {}).get(elastic.AGENT) == job)
+
+
+def last_start(out: Path) -> dict[str, Any]:
+    """Return what run.json says of the last start of the run in `out`; {} if there was none."""
+    starts: list[dict[str, Any]] = run_file.read(out / "run.json").get("starts") or [{}]
+    return starts[-1]
 
 
 def choose_checkpoint(out: Path, resume: str, ranks: Ranks) -> Path | None:
@@ -98,9 +103,7 @@ def _newest_verified(out: Path, existing: list[str], ranks: Ranks) -> str | None
 
 def effective(resume: str, out: Path) -> str:
     """Return --resume, or "auto" if this is a restart of the run: "never" and tags only apply to the first start."""
-    last = run_file.read(out / "run.json").get("starts", [])[-1:]
-    has_begun = bool(last) and last[0].get("command") == run_file.command()
-    return "auto" if is_restart(out) and has_begun else resume
+    return "auto" if is_restart(out) and last_start(out).get("command") == run_file.command() else resume
 
 
 def initial_replicas(out: Path, ranks: Ranks, sizes: ParallelDims) -> int:
