@@ -347,7 +347,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--memory", action="store_true", help="measure memory instead of time")
     parser.add_argument("--quick", action="store_true", help="the small model in float32, without torch.compile")
-    parser.add_argument("--child", metavar="JSON", help=argparse.SUPPRESS)  # a process whose memory is measured
+    parser.add_argument("--child", metavar="DIR", help=argparse.SUPPRESS)  # a process whose memory is measured
     options = parse(parser, arguments)
     if options.child:
         child(options.child)

@@ -24,8 +24,9 @@ from packaging.version import Version
 
 from mst_scale import compiled
 from mst_scale.compiled import build_locks, cache_folder
-from mst_scale.config.presets import PACKAGE
 from mst_scale.doctor.findings import Finding, look, ok, run_each, skip, wrong
+
+PACKAGE = Path(__file__).parents[1]  # mst_scale; pydantic, which mst_scale.config needs, may be what is broken
 
 CGROUP = Path("/sys/fs/cgroup")
 MB, GB = 1_000_000, 1_000_000_000

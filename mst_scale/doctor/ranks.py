@@ -21,9 +21,8 @@ import torch.distributed as dist
 
 from mst_scale.comm import Ranks
 from mst_scale.comm.exchange import Exchange
-from mst_scale.config.presets import PACKAGE
 from mst_scale.doctor.findings import Finding, describe_ranks, look, ok, skip, wrong
-from mst_scale.doctor.machine import device, installed
+from mst_scale.doctor.machine import PACKAGE, device, installed
 from mst_scale.randomness import counter_hash
 
 PACKAGES = ("torch", "deepspeed", "triton", "numpy", "safetensors")

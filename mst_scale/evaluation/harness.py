@@ -157,12 +157,11 @@ def load() -> dict[str, Any]:
 class _Answer(tuple[float, bool]):
     """(log-likelihood, whether it is the most likely continuation), as the harness wants it, and its score."""
 
-    score: Score
-
     def __new__(cls, score: Score) -> _Answer:
-        self = super().__new__(cls, (score.log, score.hits == score.tokens))
+        return super().__new__(cls, (score.log, score.hits == score.tokens))
+
+    def __init__(self, score: Score):
         self.score = score
-        return self
 
 
 class _Rolling(float):

@@ -51,7 +51,10 @@ Both = dict[str, Flops]
 
 @dataclass(frozen=True)
 class Stretch(Segment):
-    """Steps [start, stop) that cost the same: one phase, one sparsity, one attention pattern."""
+    """Steps [start, stop) that cost the same: one phase, one sparsity, one attention pattern.
+
+    `sparsity` is the target over all sparse matrices together.
+    """
 
     pattern: Pattern
     density: dict[str, float]  # share of active weights of every sparse matrix

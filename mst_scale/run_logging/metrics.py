@@ -33,8 +33,7 @@ class MetricsFile:
                     if not line.endswith(b"\n") or (row is not None and row["step"] > step):
                         break
                     self._length += len(line)
-                    if row is not None and type(seconds := row.get("seconds", 0.0)) in (int, float):
-                        self.seconds = seconds
+                    self.seconds = self.seconds if row is None else row.get("seconds", 0.0)
                 file.truncate(self._length)
 
     def write(self, row: dict[str, Any]) -> None:
@@ -71,7 +70,9 @@ def parse(line: bytes) -> dict[str, Any] | None:
         row = json.loads(line)
     except (ValueError, RecursionError):
         return None
-    step = row.get("step") if isinstance(row, dict) else None
+    if not isinstance(row, dict) or type(row.get("seconds", 0.0)) not in (int, float):
+        return None
+    step = row.get("step")
     return row if type(step) is int and 0 <= step < LARGEST_STEP else None
 
 

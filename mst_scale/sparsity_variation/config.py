@@ -140,6 +140,7 @@ class SparsityConfig:
         if total_steps < 1:
             raise UserError(f"total_steps {total_steps} must be at least 1")
         phases = self.limited(total_steps, steps_per_token)._phases(total_steps)
+        # a fifth of the shortest gradual phase
         gradual = (p.stop - p.start for p in phases if p.name in ("warmup", "restore"))
         default = max(MIN_DEFAULT_INTERVAL, min([DEFAULT_INTERVAL, *(length // 5 for length in gradual)]))
         return Schedule(

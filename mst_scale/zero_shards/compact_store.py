@@ -32,7 +32,7 @@ class CompactStore:
     def __init__(self, engine: Any, parameters: dict[str, nn.Parameter]):
         self.values = dense_store(engine, parameters)
         """Where the values of each parameter lie; its slices are ranges of what it stores."""
-        # these concern this rank's range of the values, or no range at all
+        # methods of `DenseStore` that concern this rank's range of the values, or no range at all
         self.frozen, self.owner, self.within = self.values.frozen, self.values.owner, self.values.within
         self.read, self.matches_master = self.values.read, self.values.matches_master
         self.gradient, self.put_gradient = self.values.gradient, self.values.put_gradient

@@ -29,7 +29,10 @@ Given = dict[str, Any]
 
 
 def replace_method(engine: Any, name: str, replacement: Callable[[Callable[..., Any], Given], Any]) -> None:
-    """Replace a method of a live engine by `replacement(inner, given)`; `inner` is the method until now."""
+    """Replace a method of a live engine by `replacement(inner, given)`; `inner` is the method until now.
+
+    `given` are the arguments by name: the method must not have `*args` or `**kwargs`.
+    """
     inner = getattr(engine, name)
     signature = inspect.signature(inner)
 

@@ -132,7 +132,11 @@ def on_zero_grad(engine: Any, call: Callable[[], None]) -> None:
 
 def before_master_update(engine: Any, hook: Callable[[], None]) -> None:
     """Call `hook` before each update of master weights (see after_master_update); the norm is known by then."""
-    base_optimizer(engine).register_step_pre_hook(lambda *_: hook())
+
+    def pre(*_: Any) -> None:  # torch would take a value for the step's arguments
+        hook()
+
+    base_optimizer(engine).register_step_pre_hook(pre)
 
 
 def after_master_update(engine: Any, hook: Callable[[set[int]], None]) -> None:

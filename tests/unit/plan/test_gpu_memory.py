@@ -21,7 +21,7 @@ WIDTHS = ("124M", "1.5B", "6.7B")
 
 
 def of_stage(stage: int) -> Memory:
-    """The plan of `gpu_parts.fit.peak`."""
+    """The plan of `gpu_parts.speed.peak`."""
     batch = ["train_micro_batch_size_per_gpu=8", "train_batch_size=8", "gradient_accumulation_steps=1"]
     more = ["optimizer.params.torch_adam=true", "mst.topology.interval=2", f"zero_optimization.stage={stage}"]
     experiment = load("gpt2_small", [*batch, *more])
