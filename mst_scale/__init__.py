@@ -38,7 +38,7 @@ __all__ = [
 ]
 
 _deprecated.install()
-when_imported("deepspeed", lambda found: importlib.import_module("mst_scale.comm.ranks").install(found))
+when_imported("deepspeed", lambda found: importlib.import_module("mst_scale.comm.ranks").install_rendezvous(found))
 
 _WHERE = {
     "MST": "engine.types",

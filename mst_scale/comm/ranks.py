@@ -213,7 +213,7 @@ def unreachable(error: BaseException) -> Unreachable:
     )
 
 
-def install(deepspeed: ModuleType) -> None:
+def install_rendezvous(deepspeed: ModuleType) -> None:
     """Make `init_distributed` of the package `deepspeed` use a free port, and fail with an error of one line.
 
     `deepspeed.initialize` calls it too. It always takes port 29500 unless a launcher or a user states another one, so a

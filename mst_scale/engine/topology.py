@@ -137,7 +137,7 @@ class Topology(Component):
 
     def _plan_revival(self, under_way: TopologyStep) -> None:
         """Plan to revive dead units whose last masks this step removes."""
-        masks, elements = list(self.state.masks), self.elements
+        masks, elements = self._masks, self.elements
         counts = zip(masks, under_way.targets, strict=True)
         full = {mask.name for mask, count in counts if count == math.prod(self.shapes[mask.name])}
         masked = {mask.name: mask.active / mask.numel for mask in masks if not mask.dense}

@@ -140,7 +140,7 @@ def integrate(mst: dict[str, Any] | None = None, steps: int | None = None) -> No
 
     @functools.wraps(integration.plain)
     def initialize(*given: Any, **named: Any) -> Any:
-        return integration.initialize(**order.bind(*given, **named).arguments)
+        return integration.initialize(**order.bind_partial(*given).arguments, **named)
 
     deepspeed.initialize = initialize
     when_imported("accelerate.state", _reject_cpu_processes)

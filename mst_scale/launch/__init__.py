@@ -24,7 +24,6 @@ import os
 import sys
 
 from mst_scale.comm import exit_code, is_plain, one_line
-from mst_scale.launch.environment import find_python
 
 FOR_USERS = ("local", "slurm", "mpi", "hostfile", "sweep")
 PROGRAMS = {  # name -> (module, function)
@@ -41,6 +40,8 @@ def main(words: list[str]) -> int:
         if name not in PROGRAMS:
             print(f"mst_scale: there is no launcher {name!r}: choose {', '.join(FOR_USERS)}", file=sys.stderr)
             return 2
+        from mst_scale.launch.environment import find_python  # loads the config, which takes time
+
         find_python()
         module, function = PROGRAMS[name]
         return int(getattr(importlib.import_module(f"mst_scale.launch.{module}"), function)(words))

@@ -94,12 +94,12 @@ class MicroBatches:
             number: the number of the global batch.
         """
         batches = self._of_step(step, number)
-        total: torch.Tensor | None = None
         if self.pipeline:
             with warnings.catch_warnings():  # DeepSpeed broadcasts a loss that requires grad: nothing differentiates it
                 warnings.filterwarnings("ignore", message="c10d::broadcast_: an autograd kernel was not registered")
                 loss: torch.Tensor = self.engine.train_batch(batches)
             return loss
+        total: torch.Tensor | None = None
         for tokens, targets in batches:
             loss = self.engine(tokens, targets)
             self.engine.backward(loss)

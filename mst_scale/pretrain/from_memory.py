@@ -17,7 +17,6 @@ from typing import Any
 from mst_scale.checkpoints import memory_copies, store
 from mst_scale.checkpoints.memory_copies import PART, Copy
 from mst_scale.comm import FailedElsewhere, Ranks, logger
-from mst_scale.comm.exchange import Exchange
 from mst_scale.errors import Damaged
 from mst_scale.pretrain import resume
 from mst_scale.run_logging import run_file
@@ -143,10 +142,10 @@ class _Held:
     def __init__(self, out: Path, ranks: Ranks):
         self._ranks = ranks
         self._folder = memory_copies.folder_of(out)
-        self._hosts: list[str] = gather(ranks, memory_copies.host_name())
+        self._hosts: list[str] = ranks.all(memory_copies.host_name())
         first = self._hosts.index(self._hosts[ranks.rank]) == ranks.rank
         mine = memory_copies.list_parts(self._folder) if first else []
-        self.copies = _by_copy(zip(self._hosts, gather(ranks, mine), strict=True))
+        self.copies = _by_copy(zip(self._hosts, ranks.all(mine), strict=True))
 
     def make_checkpoint(self, copy: Copy, checkpoints: Path) -> str | None:
         """Write the parts of a copy into a draft and seal it, on all ranks together; return why parts are unusable.
@@ -196,7 +195,7 @@ class _Held:
         for attempt in range(max(map(len, parts.values()))):
             mine = [rank for rank in left if self._reader(rank, parts[rank][attempt:]) == self._ranks.rank]
             own = self._ranks.agree(functools.partial(self._put_all_back, copy, mine, draft))
-            for written in gather(self._ranks, own):
+            for written in self._ranks.all(own):
                 for rank, found in written.items():
                     if isinstance(found, str):
                         errors[rank] = found
@@ -232,8 +231,3 @@ def _seal(draft: Path, final: Path, head: dict[str, Any], files: dict[str, Any])
         more = make_dense(draft)
         files = store.digests_of(draft, store.files_in(draft))
     store.seal_files(draft, final, {**about, **more, "files": files})
-
-
-def gather(ranks: Ranks, mine: Any) -> list[Any]:
-    """Return the objects of all ranks, in their order."""
-    return Exchange(ranks.control).all(mine)

@@ -40,7 +40,6 @@ from mst_scale.models import blocks_of, build
 from mst_scale.models.initial_weights import not_drawn
 from mst_scale.plan.expected_gain import expect
 from mst_scale.pretrain import growth, resume, schedules, storage, validation
-from mst_scale.pretrain.from_memory import gather
 from mst_scale.pretrain.schedules import MASKED
 from mst_scale.run_logging import run_file
 from mst_scale.run_logging.metrics import OptionalWrites
@@ -223,7 +222,7 @@ def record_start(
     Returns:
         The run file, on the first rank.
     """
-    hosts = gather(ranks, socket.gethostname())
+    hosts = ranks.all(socket.gethostname())
 
     def write() -> RunFile:
         out.mkdir(parents=True, exist_ok=True)

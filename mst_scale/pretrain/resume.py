@@ -121,7 +121,7 @@ def initial_replicas(out: Path, ranks: Ranks, sizes: ParallelDims) -> int:
 
 
 def saved_config(out: Path) -> dict[str, Any] | None:
-    """Return the config of the run in `out`, or None if it has no checkpoint."""
+    """Return the config of the run in `out`, or None if it has no checkpoint or no config.json."""
     path = out / "config.json"
     return read_saved(path) if store.list_tags(out / "checkpoints") and path.is_file() else None
 

@@ -19,7 +19,6 @@ from mst_scale.checkpoints.neighbors import Ring
 from mst_scale.checkpoints.reshape import make_dense
 from mst_scale.comm import ParallelDims, Ranks, logger
 from mst_scale.config import TrainingConfig
-from mst_scale.pretrain.from_memory import gather
 from mst_scale.pretrain.prepare import Prepared
 
 
@@ -202,7 +201,7 @@ class _Memory:
     def __init__(self, out: Path, ranks: Ranks):
         self._ranks = ranks
         self._folder = memory_copies.folder_of(out)
-        self._hosts: list[str] = gather(ranks, memory_copies.host_name())
+        self._hosts: list[str] = ranks.all(memory_copies.host_name())
 
     def clear(self) -> None:
         """Remove them, on all ranks together."""

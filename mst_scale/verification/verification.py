@@ -115,7 +115,9 @@ class Verification:
         if memory:
             self.verified = done
         if computing:
-            self._fail("computation", computing, done + 1, "differs in a second computation of the same micro-batch")
+            self._fail(
+                "computation", computing, done + 1, "had another result in a second computation of the same micro-batch"
+            )
 
     def _recompute(self) -> list[str]:
         """Return what differs in a second computation; end these comparisons if the model does not allow one."""
