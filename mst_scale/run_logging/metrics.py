@@ -29,7 +29,7 @@ class MetricsFile:
         if path.exists():
             with path.open("rb+") as file:
                 for line in file:
-                    row = parse(line)
+                    row = _with_time(line)
                     if not line.endswith(b"\n") or (row is not None and row["step"] > step):
                         break
                     self._length += len(line)
@@ -55,7 +55,7 @@ def read(path: Path) -> Iterator[dict[str, Any]]:
         for line in file:
             if not line.endswith(b"\n"):
                 return
-            if (row := parse(line)) is not None:
+            if (row := _with_time(line)) is not None:
                 yield row
 
 
@@ -70,10 +70,14 @@ def parse(line: bytes) -> dict[str, Any] | None:
         row = json.loads(line)
     except (ValueError, RecursionError):
         return None
-    if not isinstance(row, dict) or type(row.get("seconds", 0.0)) not in (int, float):
-        return None
-    step = row.get("step")
+    step = row.get("step") if isinstance(row, dict) else None
     return row if type(step) is int and 0 <= step < LARGEST_STEP else None
+
+
+def _with_time(line: bytes) -> dict[str, Any] | None:
+    """Return the row in a line, or None if the line, or the row's time, is damaged."""
+    row = parse(line)
+    return None if row is None or type(row.get("seconds", 0.0)) not in (int, float) else row
 
 
 class OptionalWrites:
