@@ -72,7 +72,7 @@ def tell_unmeasured(options: argparse.Namespace, rows: Sequence[Row], about: Row
 
 
 def with_range(row: Row, who: str, form: str = ",", unit: float | None = None) -> str:
-    """Format the time of a side and its range, in milliseconds or in units of so many."""
+    """Format the time of a side and its range, in milliseconds or in multiples of `unit` milliseconds."""
     values = [row[f"{who}_ms"], *row[f"{who}_range"]]
     middle, low, high = (f"{value if unit is None else value / unit:{form}}" for value in values)
     return f"{middle} ({low}–{high})"

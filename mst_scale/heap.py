@@ -7,7 +7,7 @@ import gc
 
 
 def give_back() -> None:
-    """Collect garbage and return free memory; without glibc, only the first."""
+    """Collect garbage and, where the C library is glibc, return free memory to the operating system."""
     gc.collect()
     if hasattr(libc := ctypes.CDLL(None), "malloc_trim"):
         libc.malloc_trim(0)

@@ -185,7 +185,7 @@ class CompactLayers:
 
 
 class CompactCompute(SparseCompute):
-    """Keeps the index of compact layers that of the masks."""
+    """Keeps the index of compact layers equal to the masks."""
 
     topology: CompactTopology
 

@@ -209,7 +209,7 @@ class Plan:
 def plan(
     experiment: Experiment, gpus: int, machine: Machine, tokens: float | None = None, fixed: Mapping[str, int] = FREE
 ) -> Plan:
-    """Plan a run of so many tokens, by default of `training.steps`.
+    """Plan a run of `tokens` tokens; without a number, the length is `training.steps`.
 
     `fixed` are tensor, sequence or pipeline sizes that every proposal must have.
 
