@@ -8,7 +8,8 @@ Two DeepSpeed engines of the same config, one with method dense and one with the
 the same micro-batch of random tokens (one per step, no accumulation). MST's engine is taken to the middle of each phase
 of its schedule by real topology steps. `ours_ms` and `baseline_ms` are medians of whole steps without instrumentation,
 and ranges are the middle half; `speedup` is their ratio, `paired_speedup` the median of the ratios of consecutive
-steps, and `speedup_range` the middle half of those. Layers compute according to mst.compute.backend.
+steps, and `speedup_range` the middle half of those. Layers compute according to mst.compute.backend, and weights are
+stored as `pretrain` would store them: compact in long stretches of one sparsity, unless mst.compute.compact is off.
 
     parts       forward, backward, communication (DeepSpeed's collectives), optimizer, masking (gradients, weights);
                 measured in additional steps with instrumentation, which synchronizes, so the sum is slightly larger

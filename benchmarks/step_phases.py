@@ -30,7 +30,12 @@ class Bench:
     def __init__(self, pair: Pair, options: argparse.Namespace):
         self.pair, self.options = pair, options
         self.ranks, self.experiment, self.device = pair.ranks, pair.experiment, pair.device
-        self.mst, self.dense = pair.mst, pair.dense
+        self.dense = pair.dense
+
+    @property
+    def mst(self) -> Side:
+        """MST's side; another engine where the storage of weights changes."""
+        return self.pair.mst
 
     def run(self) -> dict[str, Any]:
         """Measure every phase, and compute the whole run."""
@@ -123,6 +128,7 @@ class Bench:
             "step": step,
             "sparsity": round(mst.sparsity, 4),
             "attention": _name(mst.pattern),
+            "weights": self._storage(),
             "ours_ms": _ms(ours),
             "ours_range": [_ms([q]) for q in middle_half(ours)],
             "baseline": "the same DeepSpeed run, dense",
@@ -147,6 +153,13 @@ class Bench:
         row["topology_ms"] = topology
         collectives += [{"phase": phase.name, "side": "ours", "step": "topology", **c} for c in found]
         return row, collectives
+
+    def _storage(self) -> str:
+        from mst_scale import zero_shards
+
+        if zero_shards.is_compact(self.mst.engine.module):
+            return "compact"
+        return "dense" if self.mst.engine.mst.sparsity == 0 else "masked"
 
     def _seconds(self, prepare: Callable[[], object], run: Run) -> float:
         """The seconds of the slowest rank."""

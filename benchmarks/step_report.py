@@ -13,20 +13,21 @@ SIDES = {"ours": "MST", "baseline": "dense"}
 def table(rows: Sequence[Row]) -> str:
     """One line a phase: MST against dense."""
     head = [
-        "phase", "sparsity", "attention", "MST ms (middle half)", "dense ms (middle half)", "speed-up (middle half)",
-        "FLOPs ÷", "tokens/s MST / dense", "GFLOP/s", "MFU", "peak MB",
+        "phase", "sparsity", "attention", "weights", "MST ms (middle half)", "dense ms (middle half)",
+        "speed-up (middle half)", "FLOPs ÷", "tokens/s MST / dense", "GFLOP/s", "MFU", "peak MB",
     ]  # fmt: skip
     lines = []
     for r in rows:
         if "ours_parts_ms" not in r:
             figures = [f"{r['ours_ms']:,}", f"{r['baseline_ms']:,}", f"{r['speedup']}× (computed)", r["flop_reduction"]]
-            lines.append([r["phase"], "", "", *figures, "", "", "", ""])
+            lines.append([r["phase"], "", "", "", *figures, "", "", "", ""])
             continue
         lines.append(
             [
                 r["phase"],
                 f"{r['sparsity']:.0%}",
                 r["attention"],
+                r["weights"],
                 f"{r['ours_ms']:,} ({_span(r['ours_range'])})",
                 f"{r['baseline_ms']:,} ({_span(r['baseline_range'])})",
                 f"{r['speedup']}× ({_span(r['speedup_range'])})",

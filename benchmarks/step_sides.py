@@ -1,18 +1,23 @@
 """Builds two DeepSpeed engines of one config, one with its method and one dense.
 
 Both take one micro-batch of random tokens per step. Method "mst" (or another) is taken to the middle of a phase of its
-schedule by a real topology step, and stays there for any number of steps.
+schedule by a real topology step, and stays there for any number of steps. Where `pretrain` would change the storage of
+weights on the way, so does this, by the same calls.
 """
 
 from __future__ import annotations
 
 import argparse
+import shutil
+import tempfile
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from mst_scale.config import Experiment
+from mst_scale.config.compact import Stretch, stretches
 from mst_scale.errors import UserError
 from mst_scale.plan.memory import CONTEXT, FRAGMENTS, Memory
 from mst_scale.plan.memory import memory as modelled_memory
@@ -65,7 +70,10 @@ class Pair:
             )
         self.micro = self.experiment.deepspeed["train_micro_batch_size_per_gpu"]
         self.memory = "cuda" if torch.cuda.is_available() else "cpu"
-        self.dense, self.mst = (self._built(e) for e in (baseline, self.experiment))
+        self.stretches = stretches(self.experiment)
+        """The steps that `pretrain` would train compact, if it would change the storage of weights."""
+        self.stretch: Stretch | None = None
+        self.dense, self.mst = self._built(baseline), self._built(self._of(None))
         self.device = self.dense.engine.device
 
     def _one_micro_batch(self, experiment: Any, asked: int | None) -> Any:
@@ -83,7 +91,13 @@ class Pair:
         )
         return replace(experiment, deepspeed=deepspeed)
 
-    def _built(self, experiment: Any) -> Side:
+    def _of(self, stretch: Stretch | None) -> Experiment:
+        from mst_scale.pretrain.storage import of_stretch
+
+        return of_stretch(self.experiment, stretch) if self.stretches else self.experiment
+
+    def _built(self, experiment: Experiment, left: Any = None) -> Side:
+        """Build an engine, which continues from the handover `left` if there is one, and take its first step."""
         import mst_scale
         from mst_scale import zero_shards
         from mst_scale.models import build
@@ -93,6 +107,8 @@ class Pair:
             with zero_shards.partitioned_construction(experiment.deepspeed):
                 model = build(experiment.model)
             engine = mst_scale.initialize(model=model, config=experiment)[0]
+            if left is not None:
+                left.give(engine)
             tokens, targets = self._random_tokens()
             side = Side(engine, (tokens.to(engine.device), targets.to(engine.device)))
             side.step()  # states exist from here on
@@ -111,19 +127,47 @@ class Pair:
         return tokens, targets
 
     def enter(self, phase: Any) -> int:
-        """Take MST's masks to the middle of this phase by a real topology step; the step to stay at."""
-        schedule, mst = self.mst.engine.mst.schedule, self.mst.engine.mst
+        """Take MST to the middle of this phase, in the storage of that step; return the step to stay at."""
+        step = self._middle(phase)
+        stretch = next((one for one in self.stretches if one.first <= step < one.last), None)
+        if stretch != self.stretch:
+            if stretch is not None:
+                self._move_masks(stretch.first)
+            self._change_storage(stretch)
+        self._move_masks(step)
+        return step
+
+    def _middle(self, phase: Any) -> int:
+        """Return a step in the middle of this phase that is followed by an ordinary one, if there is any."""
+        schedule = self.mst.engine.mst.schedule
         middle = (phase.start + phase.stop) // 2
         step = max(phase.start, middle - middle % schedule.interval)
         inside, due = range(step, phase.stop), schedule.is_topology_step
         quiet = [s for s in inside[: 4 * schedule.interval] if not due(s + 1)]
-        step = next((s for s in quiet if not due(s + 2)), quiet[0] if quiet else step)
-        if mst.masks_weights and step:
-            self.mst.engine.global_steps = step - 1
-            mst.masks_replaced()  # what a checkpoint of that step would do
-            self.mst.step()
-            assert abs(mst.sparsity - schedule.at(step).sparsity) < 0.01 or mst.topology.elements.side > 1
-        return step
+        return next((s for s in quiet if not due(s + 2)), quiet[0] if quiet else step)
+
+    def _move_masks(self, step: int) -> None:
+        """Bring the masks to the sparsity of a step, by a real topology step."""
+        mst = self.mst.engine.mst
+        if not mst.masks_weights or not step:
+            return
+        self.mst.engine.global_steps = step - 1
+        mst.masks_replaced()  # what a checkpoint of that step would do
+        self.mst.step()
+        assert abs(mst.sparsity - mst.schedule.at(step).sparsity) < 0.01 or mst.topology.elements.side > 1
+
+    def _change_storage(self, stretch: Stretch | None) -> None:
+        """Continue with another engine: a compact one for the steps of a stretch, otherwise a dense one."""
+        from mst_scale import zero_shards
+        from mst_scale.pretrain.storage import hand_over
+
+        folder = self.ranks.on_first(lambda: Path(tempfile.mkdtemp(prefix="mst_bench_step_")))
+        left = hand_over(self.mst.engine, folder, self.ranks, {}, {})
+        module = zero_shards.release(self.mst.engine)
+        del self.mst
+        zero_shards.is_freed(module)
+        self.mst, self.stretch = self._built(self._of(stretch), left), stretch
+        self.ranks.on_first(lambda: shutil.rmtree(folder))
 
     def pin(self, step: int) -> None:
         """The next step of MST is an ordinary one of this phase, however many are taken."""

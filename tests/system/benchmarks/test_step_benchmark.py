@@ -75,6 +75,16 @@ def test_the_flop_rate_is_that_of_the_ledger(found, tmp_path):
     assert needed == pytest.approx(4 * dense_step_flops(model, "causal").total, rel=0.01)  # ms are rounded
 
 
+def test_weights_are_stored_as_in_training(tmp_path):
+    compact = {**BLOCKS, "mst": {**MST, "topology": TOPOLOGY, "compute": {"compact": "auto"}}}
+    config = tiny_run.config(tmp_path, **compact)
+    argv = ["--config", str(config), "--rounds", "2", "--micro-batch-size", "2", "--threads", "1"]
+    *phases, _ = pool.run(measured, 2, argv)[0]["rows"]
+    assert [row["weights"] for row in phases] == ["masked", "compact", "masked", "dense"]
+    assert [row["sparsity"] for row in phases][1] == pytest.approx(0.8, abs=0.01)
+    assert phases[1]["topology_ms"] is not None
+
+
 def test_collectives_by_name(found):
     ours = [c for c in found["collectives"] if c["name"].startswith("mst")]
     assert ours and {c["step"] for c in ours} == {"topology"}, "an ordinary step needs none"
