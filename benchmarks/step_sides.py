@@ -8,6 +8,7 @@ weights on the way, so does this, by the same calls.
 from __future__ import annotations
 
 import argparse
+import os
 import shutil
 import tempfile
 from dataclasses import dataclass, replace
@@ -161,7 +162,9 @@ class Pair:
         from mst_scale import zero_shards
         from mst_scale.pretrain.storage import hand_over
 
-        folder = self.ranks.on_first(lambda: Path(tempfile.mkdtemp(prefix="mst_bench_step_")))
+        one_machine = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) == self.ranks.world_size
+        seen_by_all = None if one_machine else Path.cwd()  # a folder for masks, which the next engine reads
+        folder = self.ranks.on_first(lambda: Path(tempfile.mkdtemp(prefix="mst_bench_step_", dir=seen_by_all)))
         left = hand_over(self.mst.engine, folder, self.ranks, {}, {})
         module = zero_shards.release(self.mst.engine)
         del self.mst
