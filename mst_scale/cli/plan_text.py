@@ -113,6 +113,11 @@ def _conclusion(plan: Plan) -> str:
         )
     elif plan.experiment.mst.compute.compact == "auto" and plan.sparse_parameters:
         lines.append(f"dense storage of sparse layers: {storage['why_dense']}")
+    elif plan.could_be_compact:
+        lines.append(
+            "dense storage of sparse layers; with --set mst.compute.compact=auto, pretrain stores only active\n"
+            "  weights in long phases of one sparsity (docs/compact.md)"
+        )
     if plan.given.sizes == s.sizes and plan.given != s:
         lines.append(
             f"the config's micro-batch of {plan.given.micro} does not divide {s.batch:,} sequences on these GPUs: "

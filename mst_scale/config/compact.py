@@ -25,6 +25,7 @@ from mst_scale.config.parallel import sizes_of
 ADAM = ("adam", "adamw")
 LEAST_STEPS, LEAST_SHARE = 50, 0.05  # of a stretch: starting again takes as long as tens of steps
 LEAST_SPARSITY = 0.5
+LARGE = 10_000_000  # weights of a model, from which compact storage is proposed where it is off
 
 
 def why_not_compact(experiment: Experiment) -> str | None:
@@ -100,3 +101,14 @@ def stretches(experiment: Experiment, why: Callable[[Experiment], str | None] = 
     ]
     long = [one for one in found if one.last - one.first >= least]
     return [one for one in long if why(replace(experiment, trains=(one.first, one.last))) is None]
+
+
+def could_be_compact(experiment: Experiment) -> bool:
+    """Return whether `pretrain` would train steps of a large model compact if `mst.compute.compact` were not off."""
+    mst = experiment.mst
+    if mst.compute.compact != "off" or mst.stays_dense or experiment.model.weights < LARGE:
+        return False
+    asked = replace(experiment, mst=replace(mst, compute=replace(mst.compute, compact="auto")))
+    if len(asked.sparsities) == 1:
+        return asked.model.arch == "gpt" and why_not_compact(asked) is None
+    return bool(stretches(asked))

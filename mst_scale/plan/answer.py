@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from mst_scale.config import RATE_DURATIONS, Experiment
-from mst_scale.config.compact import why_layout_not_compact, why_method_not_compact
+from mst_scale.config.compact import could_be_compact, why_layout_not_compact, why_method_not_compact
 from mst_scale.config.deepspeed import BATCH_KEYS, largest_micro
 from mst_scale.config.parallel import KEYS, describe_conflict, sizes_of
 from mst_scale.errors import UserError
@@ -109,6 +109,12 @@ class Plan:
         s, found = self.setting, [phase.name for phase in self.phases if phase.compact]
         why = why_method_not_compact(self.experiment) or why_layout_not_compact(s.sizes, s.offload_parameters)
         return {"compact_phases": found, "why_dense": None if found else why}
+
+    @property
+    def could_be_compact(self) -> bool:
+        """Whether "auto" as `mst.compute.compact`, which is off, would store only active weights in some phases."""
+        s = self.setting
+        return could_be_compact(self.experiment) and why_layout_not_compact(s.sizes, s.offload_parameters) is None
 
     @property
     def sparsest(self) -> Phase:

@@ -164,6 +164,11 @@ def prepare(
     if stretches:
         logger.info("%s", storage.describe(stretches))
         chosen = storage.of_stretch(chosen, stretch)
+    elif compact_steps.could_be_compact(fitted):
+        logger.info(
+            "mst.compute.compact is off: with auto, long phases of one sparsity store, update and send only active weights "
+            "(docs/compact.md)"
+        )
     with contextlib.nullcontext() if handover is None else not_drawn():
         engine = ranks.agree(lambda: _build_engine(chosen, out, weights, mesh, source))
     loadable: Loadable | None = handover

@@ -46,6 +46,12 @@ def test_a_conclusion_and_tables_that_fit_100_columns(name, gpus, capsys):
         assert word in text
 
 
+def test_compact_storage_is_proposed_where_it_is_off(capsys):
+    words, proposed = [*config("gpt2_small"), "--gpus", "8"], "with --set mst.compute.compact=auto"
+    assert proposed in said(capsys, *words, "--set", "mst.compute.compact=off")
+    assert proposed not in said(capsys, *words)
+
+
 def test_masked_dense_layers_are_promised_flops_only(capsys, monkeypatch):
     words, only = [*config("gpt3_1.3b"), "--gpus", "32"], "save FLOPs only"
     for backend in ("dense", "auto"):

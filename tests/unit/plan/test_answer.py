@@ -99,7 +99,7 @@ def test_a_run_with_compact_layers():
     assert mine["topology_step"] is None is not theirs["topology_step"]
     text = format_plan(compact)
     assert "compact storage in" in text and "not planned for compact storage" in text
-    assert "compact" not in format_plan(dense)
+    assert "compact storage in" not in format_plan(dense) and "mst.compute.compact=auto" in format_plan(dense)
 
 
 def test_a_run_whose_sparsity_changes_is_compact_in_its_long_phase():

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from mst_scale.config import load
-from mst_scale.config.compact import Stretch, stretches
+from mst_scale.config.compact import Stretch, could_be_compact, stretches
 from mst_scale.pretrain.storage import stretch_after
 
 
@@ -50,6 +50,24 @@ def test_a_stretch_begins_when_its_topology_step_is_done():
 )
 def test_other_runs_keep_one_storage(mst):
     assert stretches(experiment(**mst)) == []
+
+
+@pytest.mark.parametrize(
+    ("large", "mst", "could"),
+    [
+        (True, {"compute": {"compact": "off"}}, True),
+        (True, {"method": "rigl", "compute": {"compact": "off"}}, True),
+        (True, {}, False),
+        (False, {"compute": {"compact": "off"}}, False),
+        (True, {"compute": {"compact": "off"}, "topology": {"granularity": {"block": 16}}}, False),
+        (True, {"method": "dense", "compute": {"compact": "off"}}, False),
+    ],
+    ids=["mst", "one sparsity", "it is on", "a small model", "blocks", "dense"],
+)
+def test_runs_of_large_models_that_could_be_compact(large, mst, could):
+    found = experiment(**mst)
+    model = found.model if large else replace(found.model, vocab_size=64, n_layer=1)
+    assert could_be_compact(replace(found, model=model)) is could
 
 
 def test_each_long_sparse_phase_of_acdc_is_compact():
