@@ -166,7 +166,7 @@ def prepare(
         chosen = storage.of_stretch(chosen, stretch)
     elif compact_steps.could_be_compact(fitted):
         logger.info(
-            "mst.compute.compact is off: with auto, long phases of one sparsity store, update and send only active weights "
+            "mst.compute.compact is off: with auto, long phases of one sparsity store and send only active weights "
             "(docs/compact.md)"
         )
     with contextlib.nullcontext() if handover is None else not_drawn():
