@@ -168,7 +168,8 @@ class Pair:
         left = hand_over(self.mst.engine, folder, self.ranks, {}, {})
         module = zero_shards.release(self.mst.engine)
         del self.mst
-        zero_shards.is_freed(module)
+        if not zero_shards.is_freed(module):
+            raise RuntimeError("the previous engine was not freed, so memory would be measured wrongly")
         self.mst, self.stretch = self._built(self._of(stretch), left), stretch
         self.ranks.on_first(lambda: shutil.rmtree(folder))
 
