@@ -72,7 +72,7 @@ setup(
     install_requires=[
         "torch>=2.8",
         "deepspeed>=0.19,<0.20",
-        "numpy>=1.26",
+        "numpy>=2.0",
         "packaging",
         "psutil>=5.9",
         "pydantic>=2.10",

@@ -62,7 +62,7 @@ def config(side: str, stage: int, options: argparse.Namespace) -> dict[str, Any]
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": 1,
         "train_batch_size": 2,
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-4, "betas": [0.9, 0.95], "torch_adam": True}},
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-4, "betas": [0.9, 0.95], "torch_adam": True, "fused": True}},
         "gradient_clipping": 1.0,
         "bf16": {"enabled": options.dtype == "bfloat16"},
         "zero_optimization": {"stage": stage},

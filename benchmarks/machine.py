@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import platform
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,12 +22,25 @@ def machine(threads: int | None = None) -> dict[str, Any]:
         "cores": os.cpu_count(),
         "simd": torch.backends.cpu.get_cpu_capability(),
         "threads": torch.get_num_threads() if threads is None else threads,
+        "malloc": allocator(),
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
         "torch": torch.__version__,
         "deepspeed": version("deepspeed"),
         "python": platform.python_version(),
         "load": [round(x, 2) for x in os.getloadavg()],
     }
+
+
+def allocator() -> str:
+    """Return the name of the library that allocates memory for this process.
+
+    On a CPU it matters: glibc gives large freed blocks back to the operating system, which zeroes their pages again for
+    the next step. jemalloc and tcmalloc can keep them (`benchmarks/results/real_run.md`).
+    """
+    maps = Path("/proc/self/maps")
+    loaded = maps.read_text() if maps.exists() else ""
+    preloaded = (name for name in ("jemalloc", "tcmalloc", "mimalloc") if f"/lib{name}" in loaded)
+    return next(preloaded, platform.libc_ver()[0] or platform.system())
 
 
 def peak_flops(device: torch.device, dtype: torch.dtype) -> tuple[float, str]:

@@ -77,7 +77,9 @@ def config(method: str, corpus: Path, steps: int, ranks: int, length: int) -> di
         "train_micro_batch_size_per_gpu": 1,
         "optimizer": {
             "type": "AdamW",
-            "params": {"lr": 6e-4, "betas": [0.9, 0.95], "eps": 1e-8, "weight_decay": 0.1, "torch_adam": True},
+            "params": {
+                "lr": 6e-4, "betas": [0.9, 0.95], "eps": 1e-8, "weight_decay": 0.1, "torch_adam": True, "fused": True,
+            },
         },
         "gradient_clipping": 1.0,
         "zero_optimization": {"stage": 1},

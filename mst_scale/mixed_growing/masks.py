@@ -146,7 +146,7 @@ class LayerMask:
         assert self.bits is not None
         total = 0
         for a, b in packed_bits.spans(self.length, self.device):
-            index = self.shard.logical(packed_bits.unpack_span(self.bits, a, b).nonzero().view(-1) + a)
+            index = self.shard.logical(packed_bits.positions(packed_bits.unpack_span(self.bits, a, b)) + a)
             value = 1 << ((index % 32 // 8) * 8 + 7 - index % 8)
             total += int((value * mix64(index // 32 + key)).sum())
         return total % 2**64

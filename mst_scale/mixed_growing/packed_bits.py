@@ -2,6 +2,7 @@
 
 Bit j of a shard is in byte j >> 3, highest bit first: the order of `numpy.packbits`. Bits past the end are 0. All
 functions work in spans that stay in cache, so a mask is never unpacked as a whole: temporaries take a few MB on a CPU.
+There, numpy packs, counts, compares and finds flags in a half to a tenth of the time that torch takes.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import logging
 from collections.abc import Callable, Iterator
 from functools import cache
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -51,6 +53,8 @@ def _clear_tail_(bits: Tensor, length: int) -> Tensor:
 
 def pack(flags: Tensor) -> Tensor:
     """Pack bool (n,) into uint8 (⌈n/8⌉,)."""
+    if flags.device.type == "cpu":
+        return torch.from_numpy(np.packbits(flags.numpy()))
     if flags.numel() == 0:
         return torch.empty(0, dtype=torch.uint8, device=flags.device)
     if flags.numel() % 8:
@@ -77,8 +81,7 @@ def pack_rows(rows: Callable[[int, int], Tensor], width: int, start: int, length
 def unpack(bits: Tensor, length: int) -> Tensor:
     """Unpack uint8 (⌈n/8⌉,) into bool (n,), a temporary of one byte per weight."""
     if bits.device.type == "cpu":
-        eights = _byte_table(bits.device).index_select(0, bits.to(torch.int32))
-        return eights.view(torch.bool)[:length]
+        return torch.from_numpy(np.unpackbits(bits.numpy(), count=length)).view(torch.bool)
     return _unpack_by_shifts(bits)[:length]
 
 
@@ -100,6 +103,10 @@ def complement(bits: Tensor, length: int) -> Tensor:
 
 def count(bits: Tensor) -> int:
     """Return the number of set bits."""
+    if bits.device.type == "cpu":
+        array, whole = bits.numpy(), bits.numel() // 8 * 8
+        counts = np.bitwise_count(array[:whole].view(np.uint64)), np.bitwise_count(array[whole:])
+        return sum(int(of.sum(dtype=np.int64)) for of in counts)
     table = _count_table(bits.device)
     total = 0
     for begin, end in spans(bits.numel(), bits.device):
@@ -107,9 +114,23 @@ def count(bits: Tensor) -> int:
     return total
 
 
+def positions(flags: Tensor) -> Tensor:
+    """Return the positions of the True in a flat bool tensor in ascending order, int64."""
+    if flags.device.type == "cpu":
+        return torch.from_numpy(np.flatnonzero(flags.numpy()))
+    return flags.nonzero().view(-1)
+
+
+def below(values: Tensor, limit: int) -> Tensor:
+    """Return as bool which of these integers are less than `limit`."""
+    if values.device.type == "cpu":
+        return torch.from_numpy(np.less(values.numpy(), limit))
+    return values < limit
+
+
 def indices(bits: Tensor, length: int) -> Tensor:
     """Return the positions of the set bits in ascending order, int64."""
-    found = [unpack_span(bits, a, b).nonzero().view(-1) + a for a, b in spans(length, bits.device)]
+    found = [positions(unpack_span(bits, a, b)) + a for a, b in spans(length, bits.device)]
     return torch.cat(found) if found else torch.empty(0, dtype=torch.int64, device=bits.device)
 
 
@@ -195,11 +216,6 @@ def count_outside(values: Tensor, bits: Tensor) -> int:
 def _bit_table() -> Tensor:
     """Return (256, 8) int64: the bits of each byte, highest first."""
     return (torch.arange(256)[:, None] >> torch.arange(7, -1, -1)) & 1
-
-
-@cache
-def _byte_table(device: torch.device) -> Tensor:
-    return _bit_table().to(torch.uint8).contiguous().view(torch.int64).view(-1).to(device)
 
 
 @cache

@@ -87,7 +87,7 @@ def _split_places(request: Request, order: Permutation, bracket: Range) -> Parts
             if request.bits is None:
                 at = torch.arange(a, b, device=request.device)
             else:
-                at = packed_bits.unpack_span(request.bits, a, b).nonzero().view(-1) + a
+                at = packed_bits.positions(packed_bits.unpack_span(request.bits, a, b)) + a
             place = order.place(request.shard.logical(at))
             early = place < high
             sort_in(place[early], at[early])

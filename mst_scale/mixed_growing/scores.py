@@ -47,7 +47,7 @@ class Scores:
     def keys(self, where: slice | Tensor, largest: bool) -> Tensor:
         """Return int32 keys of a part of the slice; the best score has the smallest key."""
         keys = self.values(where).contiguous().view(torch.int32) & 0x7FFF_FFFF
-        return INFINITY_KEY - keys if largest else keys
+        return keys.neg_().add_(INFINITY_KEY) if largest else keys
 
 
 def peak_keys(scores: Sequence[Scores], exchange: Exchange) -> list[int]:

@@ -172,25 +172,25 @@ def _split(request: Request, whole: Range, bracket: Range, largest: bool) -> Par
     where: list[Tensor] = []
     for a, b in packed_bits.spans(request.shard.length, request.device):
         if rare and request.bits is not None:  # look only at the candidates
-            at = packed_bits.unpack_span(request.bits, a, b).nonzero().view(-1)
+            at = packed_bits.positions(packed_bits.unpack_span(request.bits, a, b))
             key = scores.keys(at + a, largest)
             if low > whole[0]:
                 flags = torch.zeros(b - a, dtype=torch.bool, device=request.device)
                 flags[at] = key < low
                 below.append(packed_bits.pack(flags))
-            inside = ((key >= low) & (key < high)).nonzero().view(-1)
+            inside = packed_bits.positions((key >= low) & (key < high))
             keys.append(key[inside])
             where.append(at[inside] + a)
         else:
             key = scores.keys(slice(a, b), largest)
-            within = key < high
+            within = packed_bits.below(key, high)
             if request.bits is not None:
                 within &= packed_bits.unpack_span(request.bits, a, b)
             if low > whole[0]:
-                under = within & (key < low)
+                under = within & packed_bits.below(key, low)
                 below.append(packed_bits.pack(under))
                 within ^= under
-            inside = within.nonzero().view(-1)
+            inside = packed_bits.positions(within)
             keys.append(key[inside])
             where.append(inside + a)
     return joined(request, below, keys, where, torch.int32)
@@ -321,7 +321,7 @@ def _refine(
                 packed_bits.add_(below, layer.where[digits <= at])
                 continue
             packed_bits.add_(below, layer.where[digits < at])
-            kept = (digits == at).nonzero().view(-1)
+            kept = packed_bits.positions(digits == at)
             layer.values, layer.where = layer.values[kept], layer.where[kept]
             layer.low, layer.high = layer.low + (at << shift), min(layer.low + ((at + 1) << shift), layer.high)
             if shift == 0:  # equal scores: the flat index decides
