@@ -131,6 +131,16 @@ class LineFlags:
             if of == shard.name:
                 flags.logical_or_(nonzero_lines(values, shard, axis).cpu())
 
+    def add_stored(self, name: str, values: Tensor, positions: Tensor) -> None:
+        """Record values of a compact parameter, whose positions are those of the flattened matrix."""
+        if not bool((values != 0).all()):  # some have just grown
+            positions = positions[values != 0]
+        for (of, axis), flags in self.found.items():
+            if of == name:
+                columns = self.shapes[name][1]
+                lines = positions // columns if axis == 0 else positions % columns
+                flags[lines.long().cpu()] = True
+
     def merge(self, exchange: Exchange) -> None:
         """Combine the flags of all ranks, with one all-reduce of a byte per line for all matrices together."""
         if not self.found:

@@ -14,6 +14,7 @@ dense_store   for every sparse parameter this rank's slice, with live views of i
               and optimizer states, at every stage
 compact_index which weights of a matrix a compact parameter stores
 compact_store the same slices for parameters that store their active weights alone; chooses the store of an engine
+borders       which values cross a border between two ranks when the index changes
 compact_files which weights those are, in a checkpoint
 put_weights   writes weights and optimizer states into a live engine; makes and fills parameters under ZeRO-3
 handover      hands them from one engine to the next in the same process, and frees the first

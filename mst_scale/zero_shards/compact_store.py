@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from mst_scale.shard import Cut, Shard
+from mst_scale.zero_shards.borders import Sections, need
 from mst_scale.zero_shards.compact_index import CompactIndex, index_of, is_compact
 from mst_scale.zero_shards.dense_store import DenseStore, dense_store
 from mst_scale.zero_shards.groups import groups_of, tied_groups
@@ -50,10 +51,15 @@ class CompactStore:
         for name, index, own in zip(parameters, self.index, self.values.slices, strict=True):
             self.slices.append(own if index is None else self._equal_part(name, index))
 
+    @property
+    def place_in_group(self) -> tuple[int, int]:
+        """The number of ranks over which values are partitioned, and the number of this one among them."""
+        if self.group is None:
+            return 1, 0
+        return ds_comm.get_world_size(self.group), ds_comm.get_rank(self.group)
+
     def _equal_part(self, name: str, index: CompactIndex) -> Shard:
-        ranks, rank = 1, 0
-        if self.group is not None:
-            ranks, rank = ds_comm.get_world_size(self.group), ds_comm.get_rank(self.group)
+        ranks, rank = self.place_in_group
         return Shard.equal_part(name, Cut.whole(index.shape), -(-index.numel // ranks), rank)
 
     @property
@@ -71,6 +77,14 @@ class CompactStore:
     def weight(self, i: int) -> Tensor:
         """Return this rank's slice of the matrix, a copy if the parameter is compact (collective)."""
         return self.values.weight(i) if self.index[i] is None else self.expanded([(i, self.values.weight(i))])[0]
+
+    def stored(self, i: int) -> tuple[Tensor, Tensor] | None:
+        """Return this rank's range of the values and their positions in the matrix; None if it is not compact."""
+        if (index := self.index[i]) is None:
+            return None
+        own, values = self.values.slices[i], self.values.weight(i)
+        positions = index.positions[own.start : own.start + own.length].to(values.device)
+        return values[: len(positions)], positions
 
     def live(self, i: int) -> list[Tensor]:
         """Return this rank's range of the master weights, and of each optimizer state."""
@@ -113,7 +127,8 @@ class CompactStore:
     def move(self, parts: Sequence[tuple[int, Tensor]]) -> list[Tensor]:
         """Take new indexes: values and states of weights that stay active move to their place, others start at 0.
 
-        Few of them change rank: those that cross the border between two ranks' ranges (one collective per state).
+        Few of them change rank: those that cross the border between two ranks' ranges (one small collective, and one
+        per state).
 
         Args:
             parts: parameters and their new indexes, as long as the old ones.
@@ -121,15 +136,19 @@ class CompactStore:
         Returns:
             For each, flags of this rank's range of what is stored: True unless a weight has grown there.
         """
+        if not parts:
+            return []
         live = [self.live(i) for i, _ in parts]
         found = [
             self._places_before(i, positions.to(own[0].device)) for (i, positions), own in zip(parts, live, strict=True)
         ]
+        sections = self._sections([i for i, _ in parts], found)
         for k in range(max(map(len, live), default=0)):
             having = [n for n, own in enumerate(live) if k < len(own)]
-            for n, whole in zip(having, self.gathered([(parts[n][0], live[n][k]) for n in having]), strict=True):
+            old = self._with_neighbors([(live[n][k], sections[n]) for n in having])
+            for n, values in zip(having, old, strict=True):
                 before, stayed = found[n]
-                moved = whole[before]  # a copy, also if it was gathered from a single rank
+                moved = values[(before - sections[n].mine[0][0]).clamp_(0, max(0, len(values) - 1))]
                 live[n][k][: len(before)] = torch.where(stayed, moved, torch.zeros_like(moved))
         for i, positions in parts:
             self._index(i).replace(positions)
@@ -145,6 +164,28 @@ class CompactStore:
         mine = positions[own.start : own.start + own.length].to(old.dtype)
         before = torch.searchsorted(old, mine).clamp_(max=max(0, old.numel() - 1))
         return before, old[before] == mine
+
+    def _sections(self, which: Sequence[int], found: Sequence[tuple[Tensor, Tensor]]) -> list[Sections]:
+        """Return what ranks need of each other's old values, by parameter (one collective)."""
+        ranks, rank = self.place_in_group
+        needs = torch.zeros(len(which), ranks, 4, dtype=torch.int64)
+        for row, i, (before, stayed) in zip(needs, which, found, strict=True):
+            own = self.values.slices[i]
+            row[rank] = torch.tensor(need(before, stayed, (own.start, own.start + own.length)))
+        if ranks > 1:
+            sent = needs.to(self.place)
+            self.collectives.all_reduce(sent, group=self.group)
+            needs = sent.cpu()
+        return [Sections.of(row, rank) for row in needs]
+
+    def _with_neighbors(self, parts: Sequence[tuple[Tensor, Sections]]) -> list[Tensor]:
+        """Return this rank's ranges of old values, with what it needs beyond them (one collective)."""
+        rooms, joined = _zeros([(at.length, values.dtype) for values, at in parts], parts[0][0].device)
+        for (values, at), room in zip(parts, rooms, strict=True):
+            at.give(values, room)
+        if joined.numel():
+            self._join(joined)
+        return [at.take(values, room) for (values, at), room in zip(parts, rooms, strict=True)]
 
     def reduced(self, i: int, gradient: Tensor) -> Tensor:
         """Return this rank's slice, in float32, of a dense gradient: its mean over sequences (collective).
@@ -190,10 +231,7 @@ class CompactStore:
 
     def _room(self, parts: Sequence[tuple[int, torch.dtype]], device: torch.device) -> tuple[list[Tensor], Tensor]:
         """Return zeros for all values of each parameter, and the integers that they are views of."""
-        lengths = [self._index(i).stored * dtype.itemsize for i, dtype in parts]
-        joined = torch.zeros(sum(lengths) // 4, dtype=torch.int32, device=device)
-        pieces = joined.view(torch.uint8).split(lengths)
-        return [piece.view(dtype) for piece, (_, dtype) in zip(pieces, parts, strict=True)], joined
+        return _zeros([(self._index(i).stored, dtype) for i, dtype in parts], device)
 
     def _join(self, joined: Tensor) -> None:
         """Combine values, each of which is 0 on all ranks but one: added as integers, so every bit is kept."""
@@ -202,6 +240,14 @@ class CompactStore:
             self.collectives.all_reduce(sent, group=self.group)
             if sent is not joined:
                 joined.copy_(sent)
+
+
+def _zeros(rooms: Sequence[tuple[int, torch.dtype]], device: torch.device) -> tuple[list[Tensor], Tensor]:
+    """Return zeros for rooms of these lengths, multiples of 64, and the integers that they are views of."""
+    lengths = [length * dtype.itemsize for length, dtype in rooms]
+    joined = torch.zeros(sum(lengths) // 4, dtype=torch.int32, device=device)
+    pieces = joined.view(torch.uint8).split(lengths)
+    return [piece.view(dtype) for piece, (_, dtype) in zip(pieces, rooms, strict=True)], joined
 
 
 Store = DenseStore | CompactStore
