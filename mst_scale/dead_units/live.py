@@ -168,8 +168,7 @@ class LiveUnits:
         flags = LineFlags(units, {part.name: part.shape for part in self.shards.slices})
         for name in flags.shapes:
             i = self.place[name]
-            stored = self.shards.stored(i) if isinstance(self.shards, zero_shards.CompactStore) else None
-            if stored is None:
+            if (stored := self.shards.stored(i)) is None:
                 flags.add(self.shards.slices[i], self.shards.weight(i))
             else:
                 flags.add_stored(name, *stored)

@@ -55,6 +55,11 @@ def pack(flags: Tensor) -> Tensor:
     """Pack bool (n,) into uint8 (⌈n/8⌉,)."""
     if flags.device.type == "cpu":
         return torch.from_numpy(np.packbits(flags.numpy()))
+    return _pack_by_multiplication(flags)
+
+
+def _pack_by_multiplication(flags: Tensor) -> Tensor:
+    """Pack on a GPU, eight flags at a time."""
     if flags.numel() == 0:
         return torch.empty(0, dtype=torch.uint8, device=flags.device)
     if flags.numel() % 8:
@@ -107,6 +112,11 @@ def count(bits: Tensor) -> int:
         array, whole = bits.numpy(), bits.numel() // 8 * 8
         counts = np.bitwise_count(array[:whole].view(np.uint64)), np.bitwise_count(array[whole:])
         return sum(int(of.sum(dtype=np.int64)) for of in counts)
+    return _count_by_table(bits)
+
+
+def _count_by_table(bits: Tensor) -> int:
+    """Count on a GPU, where each byte looks up its number of bits."""
     table = _count_table(bits.device)
     total = 0
     for begin, end in spans(bits.numel(), bits.device):

@@ -1,11 +1,10 @@
 """Finds which old values of compact parameters a rank needs beyond its own range when an index changes.
 
 At a topology step the number of values stays, but each rank's range of the new index starts and ends at other weights
-than its range of the old one. What it needs of its neighbors is what lies between the two borders: for GPT-2 small a
-few thousand values of millions.
+than its range of the old one. It needs of other ranks only what lies between these borders.
 
     needs     for each parameter and rank: the range of old values that the rank needs, and the range that it has
-    sections  what ranks need and do not have, one after another in one room, which is exchanged
+    sections  what ranks need and do not have, one after another in one buffer, which is exchanged
 """
 
 from __future__ import annotations
@@ -39,15 +38,16 @@ class Sections:
 
     first: Tensor
     end: Tensor
+    """Where each section begins and ends among the old values."""
     offset: Tensor
-    """Their places in the room."""
+    """Where it begins in the buffer."""
     length: int
-    """Of the room: that of all sections, padded."""
+    """The length of the buffer: that of all sections, padded."""
     own: Range
     mine: tuple[Range, Range]
     """What this rank needs before and after its own range."""
     mine_at: tuple[int, int]
-    """The places of both in the room."""
+    """Where both begin in the buffer."""
 
     @classmethod
     def of(cls, needs: Tensor, rank: int) -> Sections:
@@ -67,19 +67,19 @@ class Sections:
             mine_at=(at[0], at[1]),
         )
 
-    def give(self, values: Tensor, room: Tensor) -> None:
-        """Copy what other ranks need of this rank's range into the room."""
+    def give(self, values: Tensor, buffer: Tensor) -> None:
+        """Copy what other ranks need of this rank's range into the buffer."""
         begin, stop = self.own
         first, end = self.first.clamp(min=begin), self.end.clamp(max=stop)
         for n in (first < end).nonzero().view(-1).tolist():
             a, b = int(first[n]), int(end[n])
             at = int(self.offset[n] + a - self.first[n])
-            room[at : at + b - a] = values[a - begin : b - begin]
+            buffer[at : at + b - a] = values[a - begin : b - begin]
 
-    def take(self, values: Tensor, room: Tensor) -> Tensor:
-        """Return the values from the first to the last that this rank needs: its own range, and what the room has."""
+    def take(self, values: Tensor, buffer: Tensor) -> Tensor:
+        """Return the values from the first to the last that this rank needs: its own, and others from the buffer."""
         (low, first), (last, high) = self.mine
         before, after = self.mine_at
         if low == first and last == high:
             return values
-        return torch.cat([room[before : before + first - low], values, room[after : after + high - last]])
+        return torch.cat([buffer[before : before + first - low], values, buffer[after : after + high - last]])

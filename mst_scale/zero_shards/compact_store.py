@@ -51,15 +51,14 @@ class CompactStore:
         for name, index, own in zip(parameters, self.index, self.values.slices, strict=True):
             self.slices.append(own if index is None else self._equal_part(name, index))
 
-    @property
-    def place_in_group(self) -> tuple[int, int]:
-        """The number of ranks over which values are partitioned, and the number of this one among them."""
+    def _ranks_and_rank(self) -> tuple[int, int]:
+        """Return the number of ranks over which values are partitioned, and the number of this one among them."""
         if self.group is None:
             return 1, 0
         return ds_comm.get_world_size(self.group), ds_comm.get_rank(self.group)
 
     def _equal_part(self, name: str, index: CompactIndex) -> Shard:
-        ranks, rank = self.place_in_group
+        ranks, rank = self._ranks_and_rank()
         return Shard.equal_part(name, Cut.whole(index.shape), -(-index.numel // ranks), rank)
 
     @property
@@ -167,7 +166,7 @@ class CompactStore:
 
     def _sections(self, which: Sequence[int], found: Sequence[tuple[Tensor, Tensor]]) -> list[Sections]:
         """Return what ranks need of each other's old values, by parameter (one collective)."""
-        ranks, rank = self.place_in_group
+        ranks, rank = self._ranks_and_rank()
         needs = torch.zeros(len(which), ranks, 4, dtype=torch.int64)
         for row, i, (before, stayed) in zip(needs, which, found, strict=True):
             own = self.values.slices[i]
@@ -180,12 +179,12 @@ class CompactStore:
 
     def _with_neighbors(self, parts: Sequence[tuple[Tensor, Sections]]) -> list[Tensor]:
         """Return this rank's ranges of old values, with what it needs beyond them (one collective)."""
-        rooms, joined = _zeros([(at.length, values.dtype) for values, at in parts], parts[0][0].device)
-        for (values, at), room in zip(parts, rooms, strict=True):
-            at.give(values, room)
+        buffers, joined = _zeros([(at.length, values.dtype) for values, at in parts], parts[0][0].device)
+        for (values, at), buffer in zip(parts, buffers, strict=True):
+            at.give(values, buffer)
         if joined.numel():
             self._join(joined)
-        return [at.take(values, room) for (values, at), room in zip(parts, rooms, strict=True)]
+        return [at.take(values, buffer) for (values, at), buffer in zip(parts, buffers, strict=True)]
 
     def reduced(self, i: int, gradient: Tensor) -> Tensor:
         """Return this rank's slice, in float32, of a dense gradient: its mean over sequences (collective).
@@ -242,12 +241,12 @@ class CompactStore:
                 joined.copy_(sent)
 
 
-def _zeros(rooms: Sequence[tuple[int, torch.dtype]], device: torch.device) -> tuple[list[Tensor], Tensor]:
-    """Return zeros for rooms of these lengths, multiples of 64, and the integers that they are views of."""
-    lengths = [length * dtype.itemsize for length, dtype in rooms]
+def _zeros(wanted: Sequence[tuple[int, torch.dtype]], device: torch.device) -> tuple[list[Tensor], Tensor]:
+    """Return zeros of these lengths, which are multiples of 64, and the integers that they are views of."""
+    lengths = [length * dtype.itemsize for length, dtype in wanted]
     joined = torch.zeros(sum(lengths) // 4, dtype=torch.int32, device=device)
     pieces = joined.view(torch.uint8).split(lengths)
-    return [piece.view(dtype) for piece, (_, dtype) in zip(pieces, rooms, strict=True)], joined
+    return [piece.view(dtype) for piece, (_, dtype) in zip(pieces, wanted, strict=True)], joined
 
 
 Store = DenseStore | CompactStore

@@ -50,6 +50,10 @@ class DenseStore(ABC):
         """Live fp32 master weights of this rank's slice, flat; weights of the forward pass if it is frozen."""
         return self.part(i, self.owner(i))
 
+    def stored(self, i: int) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Return None, because every weight of the slice is stored; see `CompactStore.stored`."""
+        return None
+
     def has_master(self, i: int) -> bool:
         """Whether the forward pass reads a copy, which each step overwrites with the rounded master weights."""
         return not self.frozen(i)

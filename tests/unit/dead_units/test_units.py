@@ -195,6 +195,28 @@ def test_rows_and_columns_of_a_cut_matrix_are_lines_of_the_whole():
             assert torch.equal(torch.cat([*positions(whole, axis, shard), where[:0]]), where)
 
 
+def test_stored_values_of_a_compact_matrix_show_the_same_lines():
+    model = ours()
+    units, _ = find_units(model)
+    named = {name: p.detach() for name, p in model.named_parameters()}
+    shapes = {part.name: named[part.name].shape for some in units for factor in some.factors for part in factor.parts}
+    generator = torch.Generator().manual_seed(0)
+    whole, stored = LineFlags(units, shapes), LineFlags(units, shapes)
+    for name, shape in shapes.items():
+        matrix = torch.randn(shape, generator=generator) * (torch.rand(shape, generator=generator) < 0.05)
+        whole.add(Shard.whole(name, matrix.shape), matrix.view(-1))
+        if matrix.dim() == 1:  # a bias
+            stored.add(Shard.whole(name, matrix.shape), matrix)
+            continue
+        active = matrix.view(-1) != 0
+        active[:3] = True  # zeros that are stored, as those of weights that have just grown
+        at = active.nonzero().view(-1)
+        for some in at.split(-(-len(at) // 2)):  # of two ranks
+            stored.add_stored(name, matrix.view(-1)[some], some.to(torch.int32))
+    assert any(not flags.all() for flags in whole.found.values()), "some lines are zero"
+    assert all(torch.equal(whole.found[place], stored.found[place]) for place in whole.found)
+
+
 def test_format_counts():
     assert format_counts({"mlp": (17, 512), "value": (14, 1280)}) == "17 of 512 MLP neurons, 14 of 1,280 value channels"
 

@@ -94,6 +94,14 @@ def test_unpacking_by_shifts_is_unpacking():
     assert torch.equal(packed_bits._unpack_by_shifts(packed), packed_bits.unpack(packed, 2048))
 
 
+@pytest.mark.parametrize("length", LENGTHS)
+def test_packing_and_counting_on_a_gpu_are_numpys(length: int):
+    flags = random_flags(length)
+    packed = packed_bits._pack_by_multiplication(torch.from_numpy(flags))
+    assert np.array_equal(packed.numpy(), np.packbits(flags))
+    assert packed_bits._count_by_table(packed) == flags.sum()
+
+
 def test_the_zeroing_kernel_is_retain():
     pytest.importorskip("triton")
     lengths, dtypes = (0, 1, 9, 4095, 4096, 10_001), ("float32", "float16", "bfloat16")
