@@ -3,8 +3,8 @@
 Spans can be nested; the time of a span does not include nested spans or DeepSpeed's collectives, which are a separate
 part ("communication"). They are measured by DeepSpeed's comms_logger, which synchronizes each collective, so parts are
 measured in separate steps, never in those whose speed is compared. On a CPU it does not wait for asynchronous
-collectives (ZeRO-3 prefetches), whose time is then that of the call. Times are read from the logger's timers, because
-the latencies that it lists (DeepSpeed 0.19) are running sums over all calls of a name.
+collectives (ZeRO-3 gathers weights with these): the stopwatch adds the time that their `wait` takes. Times are read
+from the logger's timers, because its latencies (DeepSpeed 0.19) are running sums over all calls of a name.
 """
 
 from __future__ import annotations
@@ -14,10 +14,13 @@ import time
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
+from unittest import mock
 
 import deepspeed.comm as ds_comm
 import torch
 from deepspeed.comm.comm import comms_logger, timers
+from torch.distributed import Work
 
 from .timing import wait_for
 
@@ -41,6 +44,7 @@ class Stopwatch:
         self.parts: dict[str, float] = defaultdict(float)
         self.collectives: dict[str, Collective] = defaultdict(Collective)
         self._open = [_Span()]  # outermost first; the first one is the time outside all spans
+        self._waited = 0.0  # ms in `wait` of asynchronous collectives
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
@@ -50,7 +54,8 @@ class Stopwatch:
             timer.reset()
         ds_comm.configure(enabled=True, prof_all=True, verbose=False)
         try:
-            yield
+            with self._waits_measured():
+                yield
         finally:
             ds_comm.configure(enabled=False, prof_all=False)
             for name, sizes in comms_logger.get_raw_data().items():
@@ -66,18 +71,40 @@ class Stopwatch:
         """Add the time inside this context to a part."""
         wait_for(self.device)
         self._open.append(_Span())
-        travelled, start = _deepspeeds_ms(), time.perf_counter()
+        travelled, start = self._travelled(), time.perf_counter()
         try:
             yield
         finally:
             wait_for(self.device)
-            whole, travelled = 1e3 * (time.perf_counter() - start), _deepspeeds_ms() - travelled
+            whole, travelled = 1e3 * (time.perf_counter() - start), self._travelled() - travelled
             inside = self._open.pop()
             here = travelled - inside.travelled
             self.parts[name] += whole - inside.whole - here
             self.parts["communication"] += here
             self._open[-1].whole += whole
             self._open[-1].travelled += travelled
+
+    @contextlib.contextmanager
+    def _waits_measured(self) -> Iterator[None]:
+        """Add what `wait` takes to `_waited`, except inside a synchronous collective, whose timer includes it."""
+        plain = Work.wait
+
+        def measured(work: Work, *args: Any, **kwargs: Any) -> bool:
+            if any(timer.started_ for timer in timers.get_timers().values()):
+                return plain(work, *args, **kwargs)
+            start = time.perf_counter()
+            try:
+                return plain(work, *args, **kwargs)
+            finally:
+                self._waited += 1e3 * (time.perf_counter() - start)
+
+        with mock.patch.object(Work, "wait", measured):
+            yield
+
+    def _travelled(self) -> float:
+        """Return the milliseconds of all collectives until now, except those of MST."""
+        known = (t.elapsed(reset=False) for name, t in timers.get_timers().items() if not name.startswith(OURS))
+        return sum(known) + self._waited
 
 
 @dataclass
@@ -86,7 +113,3 @@ class _Span:
 
     whole: float = 0.0
     travelled: float = 0.0
-
-
-def _deepspeeds_ms() -> float:
-    return sum(t.elapsed(reset=False) for name, t in timers.get_timers().items() if not name.startswith(OURS))

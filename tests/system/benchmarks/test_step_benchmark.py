@@ -158,6 +158,34 @@ def test_a_stopwatch_gives_each_moment_to_one_part(monkeypatch):
     assert dict(watch.parts) == pytest.approx({"outer": 30.0, "inner": 30.0, "communication": 0.0})
 
 
+def test_a_stopwatch_counts_waits_for_asynchronous_collectives_as_communication(monkeypatch):
+    from deepspeed.comm.comm import timers
+    from torch.distributed import Work
+
+    from mst_scale.benchmarks import stopwatch
+
+    now = [7.0]
+    monkeypatch.setattr(stopwatch, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+
+    class Slow(Work):
+        def wait(self, *_):
+            now[0] += 0.04
+            return True
+
+    monkeypatch.setattr(Work, "wait", Slow.wait)
+    watch, plain = stopwatch.Stopwatch(torch.device("cpu")), Work.wait
+    with watch.running(), watch.span("outer"):
+        now[0] += 0.02
+        Work.wait(Slow())
+        timer = timers("all_reduce")
+        timer.start()
+        Work.wait(Slow())  # inside a synchronous collective, whose own timer counts it
+        timer.stop()
+    assert Work.wait is plain
+    assert watch.parts["communication"] == pytest.approx(40.0, abs=5)
+    assert watch.parts["outer"] == pytest.approx(60.0, abs=5)
+
+
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
