@@ -167,7 +167,10 @@ class Topology(Component):
         return True
 
     def holds_update(self) -> bool:
-        return self.config.replaces_update and self.under_way is not None
+        if not self.config.replaces_update or self.under_way is None:
+            return False
+        first = self.engine.global_steps == self.engine.skipped_steps  # without it, there is no momentum to rank by
+        return not (first and "momentum" in self.policy.reads)
 
     def after_update(self, tensors: Collection[int]) -> None:
         if self.under_way is not None:

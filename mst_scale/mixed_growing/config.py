@@ -87,7 +87,7 @@ class TopologyConfig:
     replaces_update: StrictBool = Field(
         default=False,
         description="A topology step replaces the optimizer update of its step, as in the code of RigL and of the "
-        "paper.",
+        "paper. With `snfs`, the first update is always made: it grows by the momentum that this update creates.",
     )
     regrow: StrictBool = Field(
         default=True,

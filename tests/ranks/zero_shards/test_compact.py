@@ -129,11 +129,15 @@ def test_bf16_has_the_same_masks_and_weights_within_rounding(stage):
     assert differences(compact, dense, tolerance=1e-5) == []
 
 
+KERNELS = [{"torch_adam": False}, {"torch_adam": True, "fused": True}]
+
+
 @pytest.mark.parametrize("stage", [0, 2, 3])
+@pytest.mark.parametrize("kernel", KERNELS, ids=["deepspeed", "fused"])
 @pytest.mark.full
-def test_deepspeeds_kernel_for_cpus_is_within_its_rounding(stage):
-    """It computes the ends of a vector by another formula than its middle, and the ends are elsewhere."""
-    adam = {"optimizer": {"type": "AdamW", "params": {"torch_adam": False}}}
+def test_kernels_for_cpus_are_within_their_rounding(stage, kernel):
+    """They compute the ends of a vector by another formula than its middle, and the ends are elsewhere."""
+    adam = {"optimizer": {"type": "AdamW", "params": kernel}}
     compact, dense = both(2, stage, policy="set", **adam)
     assert differences(compact, dense, tolerance=2e-6) == []
 
