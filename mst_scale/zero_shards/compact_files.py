@@ -23,9 +23,11 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from mst_scale import snapshot
-from mst_scale.errors import Damaged
+from mst_scale.errors import Damaged, UserError
 from mst_scale.mixed_growing import packed_bits
 from mst_scale.mixed_growing.distribution import stored_length
+from mst_scale.mixed_growing.masks import LayerMask
+from mst_scale.shard import Shard
 from mst_scale.zero_shards.compact_index import CompactIndex
 
 FOLDER, NAMES = "mst", "compact*.safetensors"
@@ -35,8 +37,8 @@ FORMAT, OF_STAGES = "mst_scale compact 1", "mst_scale compact 2"  # versions tha
 class StoredIndex:
     """The index of one compact parameter in a checkpoint."""
 
-    def __init__(self, shape: tuple[int, ...], bits: Tensor):
-        self.shape, self.bits = shape, bits
+    def __init__(self, name: str, shape: tuple[int, ...], bits: Tensor):
+        self.name, self.shape, self.bits = name, shape, bits
 
     @cached_property
     def positions(self) -> Tensor:
@@ -47,6 +49,12 @@ class StoredIndex:
     def stored(self) -> int:
         """The length of the parameter in DeepSpeed's files."""
         return stored_length(len(self.positions))
+
+    def digest(self) -> int:
+        """Return the digest of the mask of these weights, which the checkpoint's client_state has too."""
+        mask = LayerMask(Shard.whole(self.name, self.shape), torch.device("cpu"))
+        mask.set_bits(self.bits, len(self.positions))
+        return mask.digest()
 
     def between(self, start: int, end: int) -> tuple[int, int]:
         """Return which values [first, last) stand in the range [start, end) of the flattened matrix."""
@@ -84,6 +92,7 @@ def read(checkpoint: Path) -> dict[str, StoredIndex]:
 
     Raises:
         Damaged: a file is missing or cannot be read.
+        UserError: a file is of another version.
     """
     if not file_of(checkpoint).is_file() or (checkpoint / "zero").is_dir():
         return {}
@@ -101,17 +110,25 @@ def _read(path: Path, stage: int) -> tuple[dict[str, StoredIndex], int]:
     try:
         with safe_open(path, framework="pt") as file:
             head = json.loads((file.metadata() or {}).get("mst", "null"))
-            if not isinstance(head, dict) or head.get("format") not in (FORMAT, OF_STAGES):
-                raise Damaged(f"{path} is not a compact index of this version ({FORMAT} or {OF_STAGES})")
-            if head.get("stage", 0) != stage:
-                raise Damaged(f"{path} is the file of stage {head['stage']}: it was renamed or copied from elsewhere")
-            shapes = {name: tuple(int(side) for side in shape) for name, shape in head["shapes"].items()}
-            found = {name: StoredIndex(shape, file.get_tensor(name)) for name, shape in shapes.items()}
-            return found, int(head.get("stages", 1))
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
     except FileNotFoundError:
         raise Damaged(f"{path} is missing: copy the checkpoint again with its {FOLDER} folder") from None
-    except (SafetensorError, OSError, ValueError, KeyError) as error:
+    except (SafetensorError, OSError, ValueError) as error:
         raise Damaged(f"{path} is damaged or cut short ({error})") from None
+    known = head.get("format") if isinstance(head, dict) else None
+    if known not in (FORMAT, OF_STAGES):
+        raise UserError(
+            f"{path} has the format {known!r}, and this version of mst_scale reads {FORMAT!r} and {OF_STAGES!r}: read "
+            "the checkpoint with the version that saved it, and convert it there (mst reshape CHECKPOINT OUT)"
+        )
+    if head.get("stage", 0) != stage:
+        raise Damaged(f"{path} is the file of stage {head['stage']}: it was renamed or copied from elsewhere")
+    try:
+        shapes = {name: tuple(int(side) for side in shape) for name, shape in head["shapes"].items()}
+        found = {name: StoredIndex(name, shape, tensors[name]) for name, shape in shapes.items()}
+        return found, int(head.get("stages", 1))
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise Damaged(f"{path} is damaged ({error!r})") from None
 
 
 def _bits_of(index: CompactIndex) -> Tensor:

@@ -146,7 +146,15 @@ def states_of(checkpoint: Path, keys: Iterable[str]) -> dict[str, Weights]:
                     weights.shapes[name], weights.parts[name] = shape, parts
                 elif layout is not None and layout.is_cut[name]:  # else another slice or stage has described all of it
                     weights.parts[name] += parts
-    for name, index in compact_files.read(checkpoint).items():
+    compact = compact_files.read(checkpoint)
+    saved = opened(model_files(checkpoint)[0][0]).get("mst") if compact else None
+    digests = dict(zip(saved["names"], saved["digests"], strict=True)) if saved else {}
+    for name, index in compact.items():
+        if index.digest() != digests.get(name):
+            raise Damaged(
+                f"{checkpoint}: the index of {name} ({compact_files.FOLDER}/{compact_files.NAMES}) belongs to another "
+                "checkpoint: copy this checkpoint again as a whole"
+            )
         for weights in found.values():
             if name in weights.shapes:
                 if weights.shapes[name] != (index.stored,):

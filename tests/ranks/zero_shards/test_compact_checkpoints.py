@@ -1,15 +1,20 @@
 """Checkpoints of compact storage: resumed bit for bit, read as matrices, and converted to other layouts and to dense
 storage and back."""
 
+import json
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
 
 import mst_scale
 from mst_scale import zero_shards
 from mst_scale.checkpoints.mask_report import inspect
 from mst_scale.checkpoints.reshape import reshape
+from mst_scale.errors import Damaged, UserError
 from mst_scale.zero_shards.universal import STATES
 from mst_scale.zero_shards.weight_files import states_of, weights_of
 from tests.support import pool
@@ -221,3 +226,56 @@ def second_derivatives(rank, world):
 def test_second_derivatives_are_those_of_dense_storage():
     ((mine, theirs),) = pool.run(second_derivatives, 1)
     torch.testing.assert_close(mine, theirs)
+
+
+def two_steps_saved(rank, world, folder):
+    engine = started(constant_config(0, world, "auto", policy="rigl"))
+    for tag in ("one", "two"):
+        train(engine, rank, world, FIRST)
+        engine.save_checkpoint(folder, tag=tag)
+
+
+def index_file(checkpoint):
+    return checkpoint / "mst" / "compact.safetensors"
+
+
+def rewritten(path, change):
+    """Write a safetensors file again after changing its tensors and its head."""
+    with safe_open(path, framework="pt") as file:
+        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
+        head = json.loads(file.metadata()["mst"])
+    change(tensors, head)
+    save_file(tensors, path, {"mst": json.dumps(head)})
+
+
+def test_an_index_of_another_step_is_rejected(tmp_path):
+    pool.run(two_steps_saved, 1, str(tmp_path))
+    shutil.copy(index_file(tmp_path / "one"), index_file(tmp_path / "two"))
+    weights_of(tmp_path / "one")
+    for reader in (weights_of, reshape):
+        with pytest.raises(Damaged, match="belongs to another checkpoint"):
+            reader(tmp_path / "two")
+
+
+def test_an_index_of_more_weights_is_rejected_although_the_padding_has_room(tmp_path):
+    pool.run(two_steps_saved, 1, str(tmp_path))
+
+    def activate_another(tensors, head):
+        bits = tensors["up.weight"]
+        byte = int((bits != 255).nonzero()[0])
+        bits[byte] = int(bits[byte]) | int(bits[byte]) + 1  # sets the lowest bit that was not
+
+    rewritten(index_file(tmp_path / "one"), activate_another)
+    with pytest.raises(Damaged, match="belongs to another checkpoint"):
+        weights_of(tmp_path / "one")
+
+
+def test_an_index_of_another_version_is_rejected_in_one_line(tmp_path):
+    pool.run(two_steps_saved, 1, str(tmp_path))
+    rewritten(index_file(tmp_path / "one"), lambda tensors, head: head.update(format="mst_scale compact 0"))
+    with pytest.raises(UserError, match="with the version that saved it") as raised:
+        weights_of(tmp_path / "one")
+    assert "\n" not in str(raised.value) and str(raised.value).count("compact.safetensors") == 1
+    index_file(tmp_path / "two").write_bytes(index_file(tmp_path / "two").read_bytes()[:100])
+    with pytest.raises(Damaged, match="damaged or cut short"):
+        weights_of(tmp_path / "two")
