@@ -42,6 +42,18 @@ def state_bytes(engine: Any) -> int:
     return sum(t.numel() * t.element_size() for t in tensors)
 
 
+def gradient_bytes(engine: Any) -> int:
+    """Return the bytes of the gradients that an engine keeps for its update, after a backward pass."""
+    optimizer = engine.optimizer
+    kept = [p.grad for p in engine.module.parameters() if p.grad is not None]
+    for name in ("averaged_gradients", "_DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition"):
+        for gradients in getattr(optimizer, name, {}).values():
+            kept += gradients if isinstance(gradients, list) else [gradients]
+    storages = {t.untyped_storage().data_ptr(): t for t in kept if torch.is_tensor(t)}
+    whole = {at: t.untyped_storage().nbytes() for at, t in storages.items()}
+    return sum(whole.values())
+
+
 def peak_of(run: Callable[[], object], device: str) -> int | None:
     """The most memory that `run` takes beyond what is held before, which has no garbage that `run` could free."""
     give_back()

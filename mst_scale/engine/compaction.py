@@ -267,11 +267,27 @@ def _compute_with(module: nn.Module, index: CompactIndex) -> None:
 
 
 def _linear(module: Any, index: CompactIndex, x: torch.Tensor) -> torch.Tensor:
-    return compact_linear(x, module.weight, index, module.bias)
+    return compact_linear(x, _values_of(module, index), index, module.bias)
 
 
 def _embedding(module: nn.Embedding, index: CompactIndex, tokens: torch.Tensor) -> torch.Tensor:
-    return compact_embedding(tokens, module.weight, index, module.padding_idx, module.scale_grad_by_freq)
+    values = _values_of(module, index)
+    return compact_embedding(tokens, values, index, module.padding_idx, module.scale_grad_by_freq)
+
+
+def _values_of(module: nn.Module, index: CompactIndex) -> torch.Tensor:
+    """Return what the module's parameter stores.
+
+    Raises:
+        UserError: something (pruning, a parametrization) computes the weight, as if the parameter were the matrix.
+    """
+    if "weight" not in module._parameters:
+        raise UserError(
+            f"{index.name} was pruned or parametrized, but this layer stores its active weights as a vector: set "
+            "mst.compute.compact to off to do that to a model in training"
+        )
+    values: torch.Tensor = module.weight  # type: ignore[assignment]
+    return values
 
 
 class _Head:

@@ -17,7 +17,7 @@ from mst_scale.errors import UserError
 from mst_scale.snapshot import SUPPORTED as snapshot_supported
 from mst_scale.snapshot import Snapshot, taking
 from mst_scale.zero_shards import safe_load
-from mst_scale.zero_shards.compact_index import index_of, indexes_of, values_stored
+from mst_scale.zero_shards.compact_index import index_of, indexes_of, is_compact, values_stored
 from mst_scale.zero_shards.logical import named_parameters, shape_of
 from mst_scale.zero_shards.other_layout import copy_of, explained
 from mst_scale.zero_shards.put_weights import put_states
@@ -166,9 +166,27 @@ def after_loading(engine: Any, hook: Callable[[Path], None]) -> None:
     replace_method(engine, "load_checkpoint", load_checkpoint)
 
 
+SCRIPT = """import sys
+
+sys.exit(
+    "this folder has checkpoints that store active weights alone, which DeepSpeed's script would take for whole "
+    "matrices: run `mst export CHECKPOINT OUT` for a Hugging Face folder, or `mst reshape CHECKPOINT OUT` for a copy "
+    "with matrices"
+)
+"""
+
+
+def _refusing_scripts(folder: str) -> None:
+    """Write scripts with the names of DeepSpeed's, which would export vectors where matrices are expected."""
+    for name in ("zero_to_fp32.py", "zero_to_torch.py"):
+        (Path(folder) / name).write_text(SCRIPT)
+
+
 def carry_along(engine: Any, follower: Any) -> None:
     """Make `engine.save_checkpoint` and `engine.load_checkpoint` carry the follower's masks."""
     indexes = indexes_of(engine.module)
+    if is_compact(engine.module):
+        engine._copy_recovery_script = _refusing_scripts
 
     def save_checkpoint(save: Callable[..., Any], given: Given) -> Any:
         tag = _start_afresh(engine, given)

@@ -3,18 +3,23 @@ storage and back."""
 
 import json
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
+from torch.nn.utils import parametrizations, prune
 
 import mst_scale
 from mst_scale import zero_shards
 from mst_scale.checkpoints.mask_report import inspect
 from mst_scale.checkpoints.reshape import reshape
+from mst_scale.config import ModelConfig
 from mst_scale.errors import Damaged, UserError
+from mst_scale.models import GPT
 from mst_scale.zero_shards.universal import STATES
 from mst_scale.zero_shards.weight_files import states_of, weights_of
 from tests.support import pool
@@ -205,6 +210,11 @@ def not_followed(rank, world):
     x = torch.randn(3, 13, requires_grad=True)
     with pytest.raises(ValueError, match=r"torch\.func"):
         torch.func.grad(lambda x: engine.module.up(x).sum())(x)
+    prune.l1_unstructured(engine.module.up, "weight", amount=0.1)
+    parametrizations.weight_norm(engine.module.down)
+    for layer, width in ((engine.module.up, 13), (engine.module.down, 37)):
+        with pytest.raises(ValueError, match=r"pruned or parametrized.*set mst\.compute\.compact to off"):
+            layer(torch.randn(3, width))
     return True
 
 
@@ -279,3 +289,33 @@ def test_an_index_of_another_version_is_rejected_in_one_line(tmp_path):
     index_file(tmp_path / "two").write_bytes(index_file(tmp_path / "two").read_bytes()[:100])
     with pytest.raises(Damaged, match="damaged or cut short"):
         weights_of(tmp_path / "two")
+
+
+def test_deepspeeds_scripts_are_replaced_by_ones_that_name_our_commands(tmp_path):
+    pool.run(saved, 2, 2, "auto", str(tmp_path))
+    for name in ("zero_to_fp32.py", "zero_to_torch.py"):
+        done = subprocess.run(
+            [sys.executable, name, ".", "out"], cwd=tmp_path, capture_output=True, text=True, check=False
+        )
+        assert done.returncode == 1 and "mst export" in done.stderr and done.stderr.count("\n") == 1
+    pool.run(saved, 2, 2, "off", str(tmp_path))
+    assert "argparse" in (tmp_path / "zero_to_fp32.py").read_text()
+
+
+def sizes(rank, world, kind, folder):
+    """Train a small GPT with a sparse head, save it, and return how many bytes all files of the checkpoint take."""
+    config = constant_config(1, world, kind, sparsity=0.96)
+    config["mst"] |= {"targets": {"lm_head": True}, "attention": {"pattern": "dense"}}
+    torch.manual_seed(0)
+    shape = ModelConfig(n_layer=2, n_head=4, n_embd=256, seq_length=16, vocab_size=2048)
+    engine = started(config, GPT(shape))
+    tokens = torch.randint(2048, (8, 16))
+    engine.backward(engine(tokens, tokens))
+    engine.step()
+    engine.save_checkpoint(folder, tag="one")
+    return sum(path.stat().st_size for path in Path(folder, "one").rglob("*") if path.is_file())
+
+
+def test_a_compact_checkpoint_at_96_percent_takes_an_eighth_of_a_dense_one(tmp_path):
+    compact, dense = (pool.run(sizes, 2, kind, str(tmp_path / kind))[0] for kind in ("auto", "off"))
+    assert compact <= 0.12 * dense

@@ -20,7 +20,7 @@ from tests.support import cut_sequences, pool
 from tests.support.compact_pairs import constant_config, differences, looked_at, started
 from tests.support.integrated import digests
 from tests.support.toy_engine import train
-from tests.support.toys import toy
+from tests.support.toys import toy, toy_batch
 
 
 def compiled_course(rank, world, kind):
@@ -270,3 +270,77 @@ def test_it_is_off_unless_asked_for():
     model = toy()
     make_compact(model, load(config), None, model.parameters(), {})
     assert not zero_shards.indexes_of(model)
+
+
+def averaged(rank, world, stage, kind):
+    """Evaluate with averaged weights in the middle of a run; return that loss and those of the training around it."""
+    engine = started(constant_config(stage, world, kind, policy="rigl"))
+    losses = train(engine, rank, world, 4)
+    average = {name: value.clone() for name, value in engine.module.state_dict().items()}
+    losses += train(engine, rank, world, 3, first=4)
+    own = {name: value.clone() for name, value in engine.module.state_dict().items()}
+    for name, value in own.items():
+        average[name].mul_(0.9).add_(value, alpha=0.1)
+    mst_scale.load_weights(engine, average)
+    engine.eval()
+    losses.append(float(engine(*toy_batch(0, rank))))
+    engine.train()
+    mst_scale.load_weights(engine, own)
+    return losses + train(engine, rank, world, 3, first=7)
+
+
+@pytest.mark.parametrize("stage", [0, 2])
+def test_a_moving_average_of_the_weights_evaluates_and_leaves_the_run_as_it_was(stage):
+    compact, dense = (pool.run(averaged, 2, stage, kind) for kind in ("auto", "off"))
+    assert compact == dense
+
+
+def swapped(rank, world, kind):
+    """Halve all weights in place for an evaluation, put them back, and train on."""
+    engine = started(constant_config(0, world, kind, policy="rigl"))
+    losses = train(engine, rank, world, 4)
+    kept = [p.detach().clone() for p in engine.module.parameters()]
+    with torch.no_grad():
+        for p in engine.module.parameters():
+            p.mul_(0.5)
+        engine.eval()
+        losses.append(float(engine(*toy_batch(0, rank))))
+        engine.train()
+        for p, value in zip(engine.module.parameters(), kept, strict=True):
+            p.copy_(value)
+    return losses + train(engine, rank, world, 3, first=4)
+
+
+def test_weights_may_be_swapped_in_place_for_an_evaluation():
+    compact, dense = (pool.run(swapped, 1, kind) for kind in ("auto", "off"))
+    assert compact == dense
+
+
+def frozen_before(rank, world, kind):
+    model = toy()
+    model.embed.weight.requires_grad_(False)
+    model.down.weight.requires_grad_(False)
+    engine = started(constant_config(2, world, kind, policy="rigl"), model)
+    before = model.embed.weight.detach().clone(), model.down.weight.detach().clone()
+    losses = train(engine, rank, world, 5)
+    assert torch.equal(model.embed.weight, before[0]) and torch.equal(model.down.weight, before[1])
+    return losses, zero_shards.is_compact(engine.module)
+
+
+def test_frozen_weights_stay_as_they_are():
+    (compact, yes), (dense, no) = (pool.run(frozen_before, 2, kind)[0] for kind in ("auto", "off"))
+    assert (yes, no) == (True, False) and compact == dense
+
+
+def frozen_during(rank, world, stage):
+    engine = started(constant_config(stage, world, "auto", policy="rigl"))
+    train(engine, rank, world, 2)
+    engine.module.up.weight.requires_grad_(False)
+    with pytest.raises(ValueError, match=r"up\.weight was frozen"):
+        train(engine, rank, world, 1, first=2)
+    return True
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_freezing_a_compact_weight_during_a_run_is_rejected(stage):
+    assert pool.run(frozen_during, 1, stage) == [True]
