@@ -6,11 +6,14 @@
 Three engines train GPT-2 small's widths on two ranks, in turns in the same processes: plain DeepSpeed ("dense"), masked
 dense weights ("masked") and compact weights ("compact"), the last two at 96 % sparsity, tied head included. Each rank
 runs in a network namespace of its own. The namespaces are joined by a link whose speed is limited to each of `--rates`
-(Gbit/s; 0 is no limit), and the bytes are those that a rank's interface has sent and received in a step. "optimizer" is
-the time of DeepSpeed's step without communication: gradient norm, clipping, masking, update and casts. "states" are the
-optimizer's states and the weights that it updates; "held" is how much the resident memory of a rank grows from before
-the model is built to after its first step. All attention is dense. Sequences are short, so that the network and the
-optimizer matter as much as they do with many ranks; a rank has one thread. Ranges are the middle half of the steps.
+(Gbit/s; 0 is no limit), and the bytes "on the wire" are those that a rank's interface has sent and received in a step;
+those "by the logger" are what DeepSpeed's comms_logger counts, the tensors that a rank hands to its collectives.
+"optimizer" is the time of DeepSpeed's step without communication: gradient norm, clipping, masking, update and casts.
+"states" are the optimizer's states and the weights that it updates, "gradients" what a rank keeps for its update;
+"held" is how much the resident memory of a rank grows from before the model is built to after its first step. "save" is
+the time of `engine.save_checkpoint` and the bytes of all files of the checkpoint. All attention is dense. Sequences are
+short, so that the network and the optimizer matter as much as they do with many ranks; a rank has one thread. Ranges
+are the middle half of the steps.
 
 Linux, root and iproute2 are required, because the command creates network namespaces.
 """
@@ -106,7 +109,14 @@ def measure(stage: int, options: argparse.Namespace) -> dict[str, Row]:
             found[side]["wire"].append(_interface_bytes() - sent)
     for _ in range(options.steps):
         for side, engine in engines.items():
-            found[side]["optimizer_ms"].append(_optimizer_ms(engine, tokens))
+            ms, logged = _optimizer_ms(engine, tokens)
+            found[side]["optimizer_ms"].append(ms)
+            found[side]["logged"] = logged
+    for side, engine in engines.items():
+        engine.backward(engine(tokens, tokens))
+        found[side]["gradients"] = memory.gradient_bytes(engine)
+        engine.step()
+        found[side]["save_s"], found[side]["saved"] = _save(engine)
     return found
 
 
@@ -115,16 +125,32 @@ def _step(engine: Any, tokens: torch.Tensor) -> None:
     engine.step()
 
 
-def _optimizer_ms(engine: Any, tokens: torch.Tensor) -> float:
-    """Return the time of DeepSpeed's step without its collectives, which are measured in a step of their own."""
+def _optimizer_ms(engine: Any, tokens: torch.Tensor) -> tuple[float, int]:
+    """Return the time of DeepSpeed's step without its collectives, and the bytes of all collectives of a step.
+
+    They are measured in steps of their own.
+    """
     from .stopwatch import Stopwatch
 
     watch = Stopwatch(torch.device("cpu"))
-    loss = engine(tokens, tokens)
-    engine.backward(loss)
-    with watch.running(), watch.span("optimizer"):
-        engine.step()
-    return watch.parts["optimizer"]
+    with watch.running():
+        engine.backward(engine(tokens, tokens))
+        with watch.span("optimizer"):
+            engine.step()
+    return watch.parts["optimizer"], sum(collective.payload for collective in watch.collectives.values())
+
+
+def _save(engine: Any) -> tuple[float, int]:
+    """Return how long a checkpoint takes on all ranks together, and the bytes of its files (rank 0 counts)."""
+    folder = Path(tempfile.gettempdir()) / f"mst-density-{os.environ['MASTER_PORT']}"
+    torch.distributed.barrier()
+    seconds = seconds_of(lambda: (engine.save_checkpoint(str(folder), tag="one"), torch.distributed.barrier()))
+    size = sum(path.stat().st_size for path in (folder / "one").rglob("*") if path.is_file())
+    torch.distributed.barrier()
+    if engine.global_rank == 0:
+        shutil.rmtree(folder)
+    torch.distributed.barrier()
+    return seconds, size
 
 
 def _interface_bytes() -> int:
@@ -232,7 +258,7 @@ def rows_of(stage: int, gbits: float, tokens: int, found: dict[str, Row]) -> lis
         row["tokens_per_s"] = round(2e3 * tokens / statistics.median(ours), 1)
         for who, of in sides.items():
             row[f"{who}_optimizer_ms"] = round(statistics.median(of["optimizer_ms"]), 1)
-            row |= {f"{who}_states": of["states"], f"{who}_held": of["held"]}
+            row |= {f"{who}_{what}": of[what] for what in ("states", "held", "gradients", "logged", "saved", "save_s")}
             row[f"{who}_wire"] = round(statistics.median(of["wire"]))
         rows.append(row)
     return rows
@@ -242,7 +268,8 @@ def table(rows: Sequence[Row]) -> str:
     """Return the rows as a table of Markdown."""
     head = [
         "ZeRO", "Gbit/s", "weights", "step, ms (middle half)", "plain DeepSpeed, ms", "speed-up",
-        "optimizer, ms", "on the wire, MB", "states, MB", "held, MB",
+        "optimizer, ms", "on the wire, MB", "by the logger, MB", "states, MB", "gradients, MB", "held, MB", "save, s",
+        "save, MB",
     ]  # fmt: skip
     lines = [
         [
@@ -250,14 +277,17 @@ def table(rows: Sequence[Row]) -> str:
             with_range(row, "ours"), with_range(row, "baseline"),
             f"**{row['speedup']:.2f}**",
             f"{row['ours_optimizer_ms']:,} / {row['baseline_optimizer_ms']:,}",
-            *(_mb(row[f"ours_{what}"], row[f"baseline_{what}"]) for what in ("wire", "states", "held")),
+            *(_mb(row, what) for what in ("wire", "logged", "states", "gradients", "held")),
+            f"{row['ours_save_s']:.1f} / {row['baseline_save_s']:.1f}",
+            _mb(row, "saved"),
         ]
         for row in rows
     ]  # fmt: skip
     return grid(head, lines)
 
 
-def _mb(ours: int | None, theirs: int | None) -> str:
+def _mb(row: Row, what: str) -> str:
+    ours, theirs = row[f"ours_{what}"], row[f"baseline_{what}"]
     if ours is None or theirs is None:
         return "not measured"
     return f"{ours / 1e6:,.1f} / {theirs / 1e6:,.1f} ({ours / theirs:.3f})"

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from mst_scale.run_logging.run_file import processor
+from mst_scale.sparse_linear.crossovers import here
 
 from .timing import seconds_of
 
@@ -18,7 +18,7 @@ from .timing import seconds_of
 def machine(threads: int | None = None) -> dict[str, Any]:
     """Hardware, versions and load: what every result says about its machine."""
     return {
-        "cpu": processor(),
+        "cpu": here()["cpu"],  # with family and model: names alone do not tell generations apart
         "cores": os.cpu_count(),
         "simd": torch.backends.cpu.get_cpu_capability(),
         "threads": torch.get_num_threads() if threads is None else threads,
