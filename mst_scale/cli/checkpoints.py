@@ -256,9 +256,15 @@ def _add_export(subparsers: Any) -> None:
 
 def _export(args: argparse.Namespace) -> int:
     _read_files_only()
+    from mst_scale.compact_files.layout import is_compact
     from mst_scale.hugging_face.export import export
 
     validate_folder("OUT", args.out)
+    if is_compact(args.checkpoint):
+        raise UserError(
+            f"{args.checkpoint} is a compact file already: export the run that it was written from, or give it to "
+            "mst generate or mst eval"
+        )
     if args.compact:
         return _export_compact(args)
     done = export(args.checkpoint, args.out, shard_bytes=args.shard_size, **values_of(args, *OF_EXPORT, *OF_PRUNING))

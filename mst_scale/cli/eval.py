@@ -20,7 +20,8 @@ Evaluate a model on the paper's tasks with lm-evaluation-harness (pip install 'm
 of the paper's sizes, and GPT-2's vocabulary and context, the paper's results are shown next to its own.
 
 MODEL is the folder of a run or a checkpoint (also one of Trainer, Accelerate or your own loop), a transformers folder
-(as `mst export` writes it), or a name on the Hugging Face hub: `gpt2` is OpenAI's checkpoint.
+(as `mst export` writes it), a compact file (`mst export --compact`), or a name on the Hugging Face hub: `gpt2` is
+OpenAI's checkpoint.
 
 TASKS: lambada, wikitext2, ptb, wikitext103, 1bw, rte, mrpc, or all. Their documents come from the hub, or from files in
 --data-dir, named after the task:
@@ -49,7 +50,11 @@ examples:
 def add(subparsers: Any) -> None:
     """Add the command to the parser."""
     option = add_command(subparsers, "eval", run, "evaluate a model on the paper's tasks", TEXT).add_argument
-    option("model", metavar="MODEL", help="a run, a checkpoint, a transformers folder, or a name on the hub")
+    option(
+        "model",
+        metavar="MODEL",
+        help="a run, a checkpoint, a transformers folder, a compact file, or a hub name",
+    )
     option("--tasks", required=True, metavar="A,B", help="names separated by commas, or all")
     option("--data-dir", metavar="DIR", help="folder of the tasks' documents (default: from the hub)")
     option("--tokenizer", metavar="NAME", help="byte, gpt2 or a .tiktoken file (default: the model's own)")

@@ -32,6 +32,11 @@ examples:
   mst generate runs/demo --prompt "class " --temperature 0 --json
   mst generate compact/demo --prompt "import" --top-p 0.9 --seed 3 --stream
 """
+ENDS = {
+    "length": "as many as --tokens asks for",
+    "end of text": "then the text ended",
+    "context": "then the model's context was full",
+}
 
 
 def add(subparsers: Any) -> None:
@@ -78,5 +83,5 @@ def run(args: argparse.Namespace) -> int:
         return 0
     print("" if args.stream else done.prompt + done.text)
     numbers = f"{done.tokens} tokens, {done.tokens_per_s:,.0f} per second, {done.weight_bytes / 1e6:,.1f} MB of weights"
-    print(f"{numbers}, ended by {done.finish}", file=sys.stderr)
+    print(f"{numbers}; {ENDS[done.finish]}", file=sys.stderr)
     return 0

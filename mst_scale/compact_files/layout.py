@@ -173,8 +173,11 @@ def open_compact(path: Path) -> CompactFile:
         )
     if metadata.pop("sha256", None) != _digest(metadata, parts):
         raise UserError(f"{path} is damaged (its sha256 differs): export the run again, or copy it again")
-    model, shapes, about = (json.loads(metadata[key]) for key in ("model", "shapes", "about"))
-    return CompactFile(path, model, about, parts, {name: tuple(shape) for name, shape in shapes.items()})
+    try:
+        model, shapes, about = (json.loads(metadata[key]) for key in ("model", "shapes", "about"))
+        return CompactFile(path, model, about, parts, {name: tuple(shape) for name, shape in shapes.items()})
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise UserError(f"{path} is damaged (its header: {error!r}): export the run again, or copy it again") from None
 
 
 def _digest(metadata: Mapping[str, str], parts: Mapping[str, torch.Tensor]) -> str:

@@ -86,8 +86,8 @@ def generate(
         UserError: if an argument is wrong, or the model cannot generate text.
         Damaged: if a file of a checkpoint was cut short.
     """
-    if tokens < 1:
-        raise UserError(f"tokens {tokens}: ask for at least 1")
+    if not isinstance(tokens, int) or tokens < 1:
+        raise UserError(f"tokens {tokens!r}: ask for a whole number of at least 1")
     if dtype is not None and dtype not in TYPES:
         raise UserError(f"dtype {dtype!r} is unknown: choose one of {', '.join(TYPES)}")
     sampling = Sampling(temperature, top_p, seed)

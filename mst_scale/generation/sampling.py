@@ -25,7 +25,7 @@ class Sampling:
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.temperature) and self.temperature >= 0):
-            raise UserError(f"temperature {self.temperature}: use 0 (the most likely token) or a number above it")
+            raise UserError(f"temperature {self.temperature}: use 0 (the most likely token) or a finite number above")
         if not 0 < self.top_p <= 1:
             raise UserError(f"top-p {self.top_p}: use a probability above 0 and at most 1")
         if not 0 <= self.seed < 2**63:

@@ -9,15 +9,19 @@ from typing import Any
 import pytest
 
 import mst_scale
+from mst_scale import zero_shards
 from mst_scale.sparse_linear import dispatch
 from tests.support import pool
+from tests.support.compact_pairs import constant_config
 from tests.support.toy_engine import mst_config, train
 from tests.support.toys import toy
 
 STEPS, SAVED = 18, 9
 
 
-def run(rank: int, world: int, folder: str, stage: int, found: float | None) -> dict[str, Any]:
+def run(  # noqa: PLR0917
+    rank: int, world: int, folder: str, stage: int, found: float | None, compact: bool = False
+) -> dict[str, Any]:
     """A run on a machine where all layers have the crossover `found`, from the checkpoint that there is."""
     resume = (Path(folder) / "saved").is_dir()
     lines: list[str] = []
@@ -36,13 +40,20 @@ def run(rank: int, world: int, folder: str, stage: int, found: float | None) -> 
         log.addHandler(handler)
         level = log.level
         log.setLevel(logging.INFO)
-        engine, *_ = mst_scale.initialize(model=toy(), config=mst_config(stage, world, steps=STEPS))
+        config = mst_config(stage, world, steps=STEPS)
+        if compact:
+            config = constant_config(stage, world, "auto", policy="rigl", backend="auto")
+        engine, *_ = mst_scale.initialize(model=toy(), config=config)
+        assert zero_shards.is_compact(engine.module) == compact
         if resume:
             engine.load_checkpoint(folder, "saved")
         losses, sparse = [], []
         for step in range(engine.mst.step, STEPS):
             losses += train(engine, rank, world, 1, first=step)
-            sparse.append(sum(p.index is not None for p in engine.mst.compute.layers.products.values()))
+            if compact:
+                sparse.append(sum(index.backend == "cpu" for index in zero_shards.indexes_of(engine.module)))
+            else:
+                sparse.append(sum(p.index is not None for p in engine.mst.compute.layers.products.values()))
             if step + 1 == SAVED and not resume:
                 engine.save_checkpoint(folder, "saved")
         log.removeHandler(handler)
@@ -55,17 +66,17 @@ def run(rank: int, world: int, folder: str, stage: int, found: float | None) -> 
     }
 
 
-@pytest.mark.parametrize("stage", [0, 3])
-def test_a_resumed_run_goes_on_as_it_began(tmp_path, stage):
-    whole = pool.run(run, 2, str(tmp_path), stage, 0.3)
+@pytest.mark.parametrize(("stage", "compact"), [(0, False), (3, False), (0, True), (3, True)])
+def test_a_resumed_run_goes_on_as_it_began(tmp_path, stage, compact):
+    whole = pool.run(run, 2, str(tmp_path), stage, 0.3, compact)
     assert [result["asked"] for result in whole] == [[0], []], "rank 0 alone looks"
     assert whole[0]["sparse"] == whole[1]["sparse"] and max(whole[0]["sparse"]) == 3
-    elsewhere = pool.run(run, 2, str(tmp_path), stage, None)
+    elsewhere = pool.run(run, 2, str(tmp_path), stage, None, compact)
     for before, after in zip(whole, elsewhere, strict=True):
         assert after["losses"] == before["losses"][SAVED:] and after["sparse"] == before["sparse"][SAVED:]
     (line,) = elsewhere[0]["lines"]
     assert "sparse from 30% on in this run and always dense here" in line
-    same = pool.run(run, 2, str(tmp_path), stage, 0.3)
+    same = pool.run(run, 2, str(tmp_path), stage, 0.3, compact)
     assert same[0]["lines"] == [] and same[0]["losses"] == whole[0]["losses"][SAVED:]
 
 

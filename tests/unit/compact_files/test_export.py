@@ -9,6 +9,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 import mst_scale
+from mst_scale import cli
 from mst_scale.compact_files.export import export_compact
 from mst_scale.compact_files.layout import open_compact
 from mst_scale.compact_files.weights import open_weights
@@ -103,6 +104,15 @@ def test_bad_arguments_are_errors_of_the_user(tmp_path: Path):
     with pytest.raises(UserError):
         export_compact(tmp_path / "nothing", tmp_path / "out")
     assert not (tmp_path / "out").exists()
+
+
+def test_a_compact_file_is_not_exported_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    text_run(tmp_path / "run")
+    export_compact(tmp_path / "run", tmp_path / "out")
+    for more in ([], ["--compact"]):
+        assert cli.main(["export", str(tmp_path / "out"), str(tmp_path / "again"), *more]) == 2
+        error = capsys.readouterr().err
+        assert "is a compact file already" in error and error.count("\n") == 1
 
 
 def test_a_compact_file_has_the_logits_of_the_run(tmp_path: Path):

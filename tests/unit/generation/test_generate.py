@@ -158,6 +158,12 @@ def test_bad_input_is_one_line(run: Path, words: list[str], capsys: pytest.Captu
     assert code == 2 and out == "" and err.startswith("mst") and len(err.splitlines()) == 1 and named in err
 
 
+@pytest.mark.parametrize("tokens", [0, 2.5, "3"])
+def test_the_number_of_tokens_is_a_whole_number(run: Path, tokens: object):
+    with pytest.raises(UserError, match="whole number of at least 1"):
+        mst_scale.generate(run, "a", tokens=tokens)
+
+
 def test_models_that_generate_no_text_are_one_line(tmp_path: Path, run: Path, capsys: pytest.CaptureFixture[str]):
     export_compact(run, tmp_path / "damaged")
     file = tmp_path / "damaged" / "model.safetensors"

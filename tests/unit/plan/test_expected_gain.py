@@ -94,6 +94,12 @@ def test_which_recipe_fits_a_goal(steps, goal, recipe):
     assert ("plain dense training" in str(advice)) == (recipe == "dense") and "\n" not in str(advice)
 
 
+def test_a_config_without_the_limit_is_not_advised_against_because_of_it():
+    experiment = run("mst-best", 3_000, "mst.sparsity.sparse_tokens=null")
+    advice, expected = advise(experiment, 16, "train-cost"), expect(experiment, 16)
+    assert advice.recipe == "mst-best" and str(expected.gain) in str(advice) and "no limit" in str(advice)
+
+
 def test_goals_are_those_of_the_command(capsys):
     with pytest.raises(SystemExit):
         main(["plan", "--config", "demo", "--goal", "speed"])
