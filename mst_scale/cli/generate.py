@@ -33,9 +33,9 @@ examples:
   mst generate compact/demo --prompt "import" --top-p 0.9 --seed 3 --stream
 """
 ENDS = {
-    "length": "as many as --tokens asks for",
-    "end of text": "then the text ended",
-    "context": "then the model's context was full",
+    "length": "stopped after --tokens",
+    "end of text": "the text ended",
+    "context": "the model's context was full",
 }
 
 

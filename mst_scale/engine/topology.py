@@ -169,7 +169,7 @@ class Topology(Component):
     def holds_update(self) -> bool:
         if not self.config.replaces_update or self.under_way is None:
             return False
-        first = self.engine.global_steps == self.engine.skipped_steps  # without it, there is no momentum to rank by
+        first = not any(zero_shards.base_optimizer(self.engine).state.values())  # without it, there is no momentum
         return not (first and "momentum" in self.policy.reads)
 
     def after_update(self, tensors: Collection[int]) -> None:

@@ -107,7 +107,7 @@ class Expectation:
             return f"expected FLOP multiplier of {of}: {self.why} ({PAGE})"
         verdict = "" if self.gain.is_established else ", so a gain is not established"
         against = "against the best dense model of any size"
-        return f"expected FLOP multiplier of {of}: {self.gain} {against}, causal{verdict} ({PAGE})"
+        return f"expected FLOP multiplier of {of}: {self.gain} {against} (causal FLOPs){verdict} ({PAGE})"
 
     def to_dict(self) -> dict[str, Any]:
         """Return the expectation for JSON."""

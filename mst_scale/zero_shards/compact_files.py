@@ -122,9 +122,13 @@ def _read(path: Path, stage: int) -> tuple[dict[str, StoredIndex], int]:
             "the checkpoint with the version that saved it, and convert it there (mst reshape CHECKPOINT OUT)"
         )
     if head.get("stage", 0) != stage:
-        raise Damaged(f"{path} is the file of stage {head['stage']}: it was renamed or copied from elsewhere")
+        raise Damaged(f"{path} is the file of stage {head.get('stage', 0)}: it was renamed or copied from elsewhere")
     try:
         shapes = {name: tuple(int(side) for side in shape) for name, shape in head["shapes"].items()}
+        for name, shape in shapes.items():
+            bits = tensors[name]
+            if bits.dtype != torch.uint8 or bits.numel() != packed_bits.byte_count(math.prod(shape)):
+                raise ValueError(f"{name} has {bits.numel()} values of {bits.dtype} for a matrix of {shape}")
         found = {name: StoredIndex(name, shape, tensors[name]) for name, shape in shapes.items()}
         return found, int(head.get("stages", 1))
     except (KeyError, TypeError, ValueError, AttributeError) as error:

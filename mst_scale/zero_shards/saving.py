@@ -166,12 +166,13 @@ def after_loading(engine: Any, hook: Callable[[Path], None]) -> None:
     replace_method(engine, "load_checkpoint", load_checkpoint)
 
 
-SCRIPT = """import sys
+SCRIPT = """#!/usr/bin/env python
+
+import sys
 
 sys.exit(
-    "this folder has checkpoints that store active weights alone, which DeepSpeed's script would take for whole "
-    "matrices: run `mst export CHECKPOINT OUT` for a Hugging Face folder, or `mst reshape CHECKPOINT OUT` for a copy "
-    "with matrices"
+    "checkpoints here may store active weights alone, which DeepSpeed's script would take for whole matrices: run "
+    "`mst export CHECKPOINT OUT` for a Hugging Face folder, or `mst reshape CHECKPOINT OUT` for a copy with matrices"
 )
 """
 
@@ -180,6 +181,7 @@ def _refusing_scripts(folder: str) -> None:
     """Write scripts with the names of DeepSpeed's, which would export vectors where matrices are expected."""
     for name in ("zero_to_fp32.py", "zero_to_torch.py"):
         (Path(folder) / name).write_text(SCRIPT)
+        (Path(folder) / name).chmod(0o755)
 
 
 def carry_along(engine: Any, follower: Any) -> None:

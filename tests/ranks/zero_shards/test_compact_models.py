@@ -272,10 +272,12 @@ def test_it_is_off_unless_asked_for():
     assert not zero_shards.indexes_of(model)
 
 
-def averaged(rank, world, stage, kind):
-    """Evaluate with averaged weights in the middle of a run; return that loss and those of the training around it."""
+def averaged(rank, world, stage, kind, disturbed=True):
+    """Evaluate with averaged weights in the middle of a run; return the losses of training, and that one."""
     engine = started(constant_config(stage, world, kind, policy="rigl"))
-    losses = train(engine, rank, world, 4)
+    losses, evaluated = train(engine, rank, world, 4), None
+    if not disturbed:
+        return losses + train(engine, rank, world, 6, first=4), evaluated
     average = {name: value.clone() for name, value in engine.module.state_dict().items()}
     losses += train(engine, rank, world, 3, first=4)
     own = {name: value.clone() for name, value in engine.module.state_dict().items()}
@@ -283,37 +285,41 @@ def averaged(rank, world, stage, kind):
         average[name].mul_(0.9).add_(value, alpha=0.1)
     mst_scale.load_weights(engine, average)
     engine.eval()
-    losses.append(float(engine(*toy_batch(0, rank))))
+    evaluated = float(engine(*toy_batch(0, rank)))
     engine.train()
     mst_scale.load_weights(engine, own)
-    return losses + train(engine, rank, world, 3, first=7)
+    return losses + train(engine, rank, world, 3, first=7), evaluated
 
 
 @pytest.mark.parametrize("stage", [0, 2])
 def test_a_moving_average_of_the_weights_evaluates_and_leaves_the_run_as_it_was(stage):
     compact, dense = (pool.run(averaged, 2, stage, kind) for kind in ("auto", "off"))
     assert compact == dense
+    undisturbed = pool.run(averaged, 2, stage, "auto", False)
+    assert [losses for losses, _ in compact] == [losses for losses, _ in undisturbed]
 
 
 def swapped(rank, world, kind):
     """Halve all weights in place for an evaluation, put them back, and train on."""
     engine = started(constant_config(0, world, kind, policy="rigl"))
-    losses = train(engine, rank, world, 4)
+    losses, evaluated = train(engine, rank, world, 4), None
     kept = [p.detach().clone() for p in engine.module.parameters()]
     with torch.no_grad():
         for p in engine.module.parameters():
             p.mul_(0.5)
         engine.eval()
-        losses.append(float(engine(*toy_batch(0, rank))))
+        evaluated = float(engine(*toy_batch(0, rank)))
         engine.train()
         for p, value in zip(engine.module.parameters(), kept, strict=True):
             p.copy_(value)
-    return losses + train(engine, rank, world, 3, first=4)
+    return losses + train(engine, rank, world, 3, first=4), evaluated
 
 
 def test_weights_may_be_swapped_in_place_for_an_evaluation():
-    compact, dense = (pool.run(swapped, 1, kind) for kind in ("auto", "off"))
+    compact, dense = (pool.run(swapped, 1, kind)[0] for kind in ("auto", "off"))
     assert compact == dense
+    ((undisturbed, _),) = pool.run(averaged, 1, 0, "auto", False)
+    assert compact[0] == undisturbed[:7]
 
 
 def frozen_before(rank, world, kind):

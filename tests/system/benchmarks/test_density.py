@@ -13,15 +13,18 @@ from mst_scale.benchmarks import density
 pytestmark = pytest.mark.full
 
 
-def has_namespaces():
+@pytest.fixture
+def namespaces():
+    """Skip where network namespaces cannot be created."""
+    name = f"mst-test-{os.getpid()}"
     if os.geteuid() != 0 or not all(map(shutil.which, ("ip", "tc"))):
-        return False
-    made = subprocess.run(["ip", "netns", "add", "mst-test"], capture_output=True, check=False).returncode == 0
-    subprocess.run(["ip", "netns", "delete", "mst-test"], capture_output=True, check=False)
-    return made
+        pytest.skip("network namespaces require root and iproute2")
+    if subprocess.run(["ip", "netns", "add", name], capture_output=True, check=False).returncode:
+        pytest.skip("this machine does not let root create network namespaces")
+    subprocess.run(["ip", "netns", "delete", name], capture_output=True, check=False)
 
 
-@pytest.mark.skipif(not has_namespaces(), reason="network namespaces require root and iproute2")
+@pytest.mark.usefixtures("namespaces")
 @pytest.mark.parametrize("stage", [1, 3])
 def test_what_a_rank_keeps_sends_and_saves_follows_the_density(stage, capfd):
     words = ["--stages", str(stage), "--rates", "0", "--layers", "1", "--tokens", "8", "--steps", "1", "--json"]
