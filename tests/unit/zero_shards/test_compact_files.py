@@ -1,7 +1,10 @@
 """The index of compact parameters: which weights they store, in memory and in a checkpoint's file."""
 
+import json
+
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from mst_scale.errors import Damaged
 from mst_scale.zero_shards import CompactIndex, compact_files
@@ -49,4 +52,25 @@ def test_a_damaged_file_is_named(damage, tmp_path):
     path = compact_files.file_of(tmp_path)
     path.write_bytes(damage(path.read_bytes()))
     with pytest.raises(Damaged, match=r"compact\.safetensors"):
+        compact_files.read(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "bits", [torch.zeros(4, dtype=torch.uint8), torch.zeros(5), torch.zeros(6, dtype=torch.uint8)],
+    ids=["too short", "another type", "too long"],
+)  # fmt: skip
+def test_bits_that_do_not_fit_the_matrix_are_damage(bits, tmp_path):
+    path = compact_files.file_of(tmp_path)
+    path.parent.mkdir()
+    head = {"format": compact_files.FORMAT, "shapes": {"up.weight": [5, 7]}}
+    save_file({"up.weight": bits}, path, {"mst": json.dumps(head)})
+    with pytest.raises(Damaged, match=r"up\.weight has .* for a matrix of \(5, 7\)"):
+        compact_files.read(tmp_path)
+
+
+def test_the_first_stages_file_in_place_of_anothers_is_damage(tmp_path):
+    compact_files.save(tmp_path, [an_index()])  # of a checkpoint without stages
+    compact_files.file_of(tmp_path).rename(compact_files.file_of(tmp_path, 1))
+    compact_files.save(tmp_path, [an_index()], stage=0, stages=2)
+    with pytest.raises(Damaged, match="is the file of stage 0"):
         compact_files.read(tmp_path)
