@@ -49,9 +49,8 @@ def gradient_bytes(engine: Any) -> int:
     for name in ("averaged_gradients", "_DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition"):
         for gradients in getattr(optimizer, name, {}).values():
             kept += gradients if isinstance(gradients, list) else [gradients]
-    storages = {t.untyped_storage().data_ptr(): t for t in kept if torch.is_tensor(t)}
-    whole = {at: t.untyped_storage().nbytes() for at, t in storages.items()}
-    return sum(whole.values())
+    storages = [t.untyped_storage() for t in kept if torch.is_tensor(t)]
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 
 def peak_of(run: Callable[[], object], device: str) -> int | None:

@@ -177,8 +177,8 @@ sys.exit(
 """
 
 
-def _refusing_scripts(folder: str) -> None:
-    """Write scripts with the names of DeepSpeed's, which would export vectors where matrices are expected."""
+def _write_scripts(folder: str) -> None:
+    """Write scripts that name our commands, in place of DeepSpeed's, which would export vectors and not matrices."""
     for name in ("zero_to_fp32.py", "zero_to_torch.py"):
         (Path(folder) / name).write_text(SCRIPT)
         (Path(folder) / name).chmod(0o755)
@@ -188,7 +188,7 @@ def carry_along(engine: Any, follower: Any) -> None:
     """Make `engine.save_checkpoint` and `engine.load_checkpoint` carry the follower's masks."""
     indexes = indexes_of(engine.module)
     if is_compact(engine.module):
-        engine._copy_recovery_script = _refusing_scripts
+        engine._copy_recovery_script = _write_scripts
 
     def save_checkpoint(save: Callable[..., Any], given: Given) -> Any:
         tag = _start_afresh(engine, given)
