@@ -12,9 +12,9 @@ dense layer of the same dtype, `F.linear` with autograd. Further baselines: torc
 thread, times are CPU times.
 
 `crossover` rows have the sparsity from which ours is faster: our time is interpolated between the measured sparsities.
---tune stores them, for one thread and for all, and for MKL, which is used without a compiler, in the table that
-mst.compute.backend "auto" reads before the shipped one: crossover.json in ~/.cache/mst_scale ($XDG_CACHE_HOME). Shapes
-that are in it are not measured again when a run starts.
+--tune stores them, for one thread and for all, in the table that mst.compute.backend "auto" reads before the shipped
+one: crossover.json in ~/.cache/mst_scale ($XDG_CACHE_HOME). Shapes that are in it are not measured again when a run
+starts.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from mst_scale.comm.parser import Parser, at_least
 from mst_scale.errors import UserError
@@ -43,7 +44,7 @@ TOKENS = {HEAD: 1024}  # 2048 elsewhere
 SPARSITIES = (0.96, 0.9, 0.8, 0.6, 0.4)
 CASES = ((UP, SPARSITIES), (DOWN, (0.96, 0.9, 0.8)), (QKV, (0.96, 0.9, 0.8)), (HEAD, (0.96, 0.9, 0.8)))
 TUNED = (UP, DOWN, HEAD)
-TUNED_AT = {"cpu": (0.9, 0.7, 0.5, 0.3), "mkl": (0.96, 0.9, 0.8)}
+TUNED_AT = (0.9, 0.7, 0.5, 0.3)
 # (dtype, sparsity) → the least speed-up over dense that is asked for at 3072×768 on 2 AVX-512 cores
 ASKED = {("float32", 0.96): 5.0, ("float32", 0.9): 2.5, ("bfloat16", 0.96): 2.5}
 
@@ -68,6 +69,30 @@ def compact(layer: Layer, sparsity: float, backend: str) -> Run:
     index.backend = backend
     values = layer.weight.detach()[active].requires_grad_()
     return lambda: torch.autograd.grad(compact_linear(layer.x, values, index), (layer.x, values), layer.dy)
+
+
+def torch_sparse(layer: Layer, sparsity: float) -> Run:
+    """Return a run of the layer by torch.sparse, which calls MKL: CSR × dense, and `sampled_addmm` for the weight."""
+    active = layer.active(sparsity)
+    where = active.view(-1).nonzero().view(-1)
+    matrix, transpose = active.float().to_sparse_csr(), active.T.float().to_sparse_csr()
+    order = torch.argsort(where % active.shape[1], stable=True)  # of the values in the transpose
+
+    def filled(pattern: Tensor, values: Tensor) -> Tensor:
+        parts = pattern.crow_indices(), pattern.col_indices(), values
+        return torch.sparse_csr_tensor(*parts, pattern.shape, check_invariants=False)
+
+    def both_ways() -> tuple[Tensor, ...]:
+        with torch.no_grad():
+            values = layer.weight.view(-1)[where]
+            y = (filled(matrix, values) @ layer.x.T).T
+            dx = (filled(transpose, values[order]) @ layer.dy.T).T
+            gradient = torch.sparse.sampled_addmm(matrix, layer.dy.T.contiguous(), layer.x, beta=0.0)
+            dw = torch.zeros_like(layer.weight)
+            dw.view(-1)[where] = gradient.values()
+            return y, dx, dw
+
+    return both_ways
 
 
 def row_of(  # noqa: PLR0917
@@ -95,7 +120,7 @@ def compare(dtype: str, shape: tuple[int, int], sparsities: Sequence[float], sec
     with_mkl = [s for s in sparsities if s >= 0.9] if shape == UP and dtype == "float32" else []
     runs = {(DENSE, 0.0): layer.dense()}
     runs |= {(WEIGHT, s): layer.sparse(s) for s in sparsities}
-    runs |= {(MKL, s): layer.sparse(s, cpu.MKLIndex) for s in with_mkl}
+    runs |= {(MKL, s): torch_sparse(layer, s) for s in with_mkl}
     runs |= {(VALUES, s): compact(layer, s, "cpu") for s in sparsities}
     runs |= {(EXPANDED, s): compact(layer, s, "dense") for s in sparsities[:1]}
     times = dict(zip(runs, alternate(list(runs.values()), seconds), strict=True))
@@ -116,30 +141,24 @@ def _crossover_row(crossed: float | None, least: float) -> Row:
 
 
 def tune(dtypes: Sequence[str], seconds: float) -> list[Row]:
-    """Measure crossovers for one thread and for all, and keep them in the table that `auto` reads.
-
-    They are those of the compiled kernel and of MKL, which computes where there is no compiler.
-    """
-    everything, kinds = torch.get_num_threads(), {"cpu": cpu.CompiledIndex, "mkl": cpu.MKLIndex}
+    """Measure crossovers for one thread and for all, and keep them in the table that `auto` reads."""
+    everything = torch.get_num_threads()
     found: list[Row] = []
     for threads in sorted({1, everything}):
         torch.set_num_threads(threads)
         for dtype in dtypes:
             for shape in TUNED:
                 layer = layer_of(dtype, shape)
-                cases = [(name, s) for name in kinds for s in TUNED_AT[name]]
-                topology_steps = [layer.topology_step(USUAL, kind) for kind in kinds.values()]
-                runs = [*(layer.sparse(s, kinds[n]) for n, s in cases), *topology_steps, layer.dense()]
-                *ours, dense = map(statistics.median, alternate(runs, seconds))
-                for name, topology_step in zip(kinds, ours[len(cases) :], strict=True):
-                    times = {s: time for (n, s), time in zip(cases, ours, strict=False) if n == name}
-                    found.append(measuring.row_of(name, dtype, shape, dense, times, topology_step))
-                    print(found[-1], flush=True)
+                runs = [*map(layer.sparse, TUNED_AT), layer.topology_step(USUAL), layer.dense()]
+                *ours, topology_step, dense = map(statistics.median, alternate(runs, seconds))
+                times = dict(zip(TUNED_AT, ours, strict=True))
+                found.append(measuring.row_of(dtype, shape, dense, times, topology_step))
+                print(found[-1], flush=True)
     torch.set_num_threads(everything)
     kept = [
         row
         for row in crossovers.measured_here()
-        if row["backend"] not in kinds or row["dtype"] not in dtypes or not crossovers.is_of_here(row)
+        if row["backend"] != "cpu" or row["dtype"] not in dtypes or not crossovers.is_of_here(row)
     ]
     crossovers.keep([*found, *kept])
     print(f"wrote {crossovers.own()}")

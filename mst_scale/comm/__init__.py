@@ -13,6 +13,8 @@ own_loops  the watchdog and the timeout of your own training loops
 parser     command lines whose errors are one line, on one rank
 """
 
+# ruff: noqa: F401 (the names that other packages use)
+
 from typing import Any
 
 from mst_scale import _deprecated
@@ -29,46 +31,13 @@ from mst_scale.comm.exits import (
     tell_launcher,
     thread_failed,
 )
-from mst_scale.comm.groups import groups, new_group
+from mst_scale.comm.groups import new_group
 from mst_scale.comm.launch import complete_environment, free_port, launched_rank, several, timeout, under_mpi
 from mst_scale.comm.mesh import Mesh, ParallelDims
 from mst_scale.comm.messages import logger, may_rewrite, speak
 from mst_scale.comm.ranks import Ranks, Verdict, Votes, init
 from mst_scale.comm.watchdog import Watch
 from mst_scale.errors import Damaged
-
-__all__ = [
-    "Damaged",
-    "FailedElsewhere",
-    "Mesh",
-    "ParallelDims",
-    "Ranks",
-    "SharedMistake",
-    "Verdict",
-    "Votes",
-    "Watch",
-    "complete_environment",
-    "end",
-    "end_with_launcher",
-    "exit_code",
-    "free_port",
-    "groups",
-    "init",
-    "is_out_of_memory",
-    "is_plain",
-    "launched_rank",
-    "leave",
-    "logger",
-    "may_rewrite",
-    "new_group",
-    "one_line",
-    "several",
-    "speak",
-    "tell_launcher",
-    "thread_failed",
-    "timeout",
-    "under_mpi",
-]
 
 
 def __getattr__(name: str) -> Any:

@@ -13,6 +13,8 @@ support       whether sparse training is exact with a key of DeepSpeed
 schema        writes the JSON schema
 """
 
+# ruff: noqa: F401 (the names that other packages use)
+
 from mst_scale.config.blocks import (
     RATE_DURATIONS,
     DataConfig,
@@ -37,28 +39,3 @@ from mst_scale.config.load import (
 from mst_scale.config.method import MSTConfig, TargetsConfig
 from mst_scale.config.presets import MODELS, RECIPES
 from mst_scale.methods import METHODS
-
-__all__ = [
-    "BLOCKS",
-    "METHODS",
-    "MODELS",
-    "RATE_DURATIONS",
-    "RECIPES",
-    "DataConfig",
-    "Experiment",
-    "MSTConfig",
-    "ModelConfig",
-    "SpikeConfig",
-    "TargetsConfig",
-    "TrainingConfig",
-    "in_steps",
-    "load",
-    "load_of_run",
-    "overridden_in_recipe",
-    "read",
-    "read_of_run",
-    "read_saved",
-    "resolve",
-    "states",
-    "to_dict",
-]

@@ -114,7 +114,7 @@ def check_compiled_linear() -> Finding:
     """Compare the compiled kernels for single weights, with and without the loss."""
     name, began = "linear, compiled", time.monotonic()
     if (reason := cpu.why_not_compiled()) is not None:
-        return _unavailable(name, reason, "cpu", "sparse layers are computed by MKL, half as fast")
+        return _unavailable(name, reason, "cpu", "sparse layers are computed as dense ones, much slower")
     active = single_weights()
     index = cpu.CompiledIndex(active)
     errors = [check(index, active, t, LINEAR_BOUNDS[t]) for t in DTYPES for check in (linear_error, _head_error)]

@@ -11,7 +11,6 @@ derivatives      gradients of sparse products, of any order
 cpu              backend for single weights on CPUs, from dense weights
 head             loss of a sparse output matrix without its logits
 kernel           products of a mask by the compiled kernel
-mkl              the same by MKL, without a compiler
 block            backend for B × B blocks on GPUs
 narrow           backend for whole rows and columns on any device
 semi_structured  products with two of four weights on GPUs

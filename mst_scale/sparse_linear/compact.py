@@ -11,7 +11,7 @@ their gradient is K numbers as well. A `CompactIndex` says where they stand.
     dense   expands the values to a matrix in the forward pass and again in the backward pass, so that only one layer's
             matrix exists at a time. It gives the bits of `F.linear` and its gradients, and it is the definition that
             the other backend is tested against. Torch's dense products use AMX or AVX512-BF16 where the CPU has them
-    cpu     multiplies by the values alone (`cpu.build_products`), with the bits of `cpu.CompiledIndex`. No dense
+    cpu     multiplies by the values alone (`kernel.CompiledProducts`), with the bits of `cpu.CompiledIndex`. No dense
             matrix exists in the forward or the backward pass, except for the gradient that `dense_gradient` asks for
 """
 
@@ -24,15 +24,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mst_scale.errors import UserError
-from mst_scale.sparse_linear import cpu, head
+from mst_scale.sparse_linear import head
 from mst_scale.sparse_linear.definition import under_autocast, wide
 from mst_scale.sparse_linear.derivatives import TO_DENSE, Sink, ValuesLinear, outside_graphs
 from mst_scale.sparse_linear.kernel import CompiledProducts
 from mst_scale.transforms import check_first_derivative, check_not_transformed, leave_graph
 
 
-def products_of(positions: Tensor, shape: tuple[int, int], across: bool = False) -> cpu.Products:
-    """Return what the backend "cpu" multiplies by: the products of a mask, by the best kernel here.
+def products_of(positions: Tensor, shape: tuple[int, int], across: bool = False) -> CompiledProducts:
+    """Return what the backend "cpu" multiplies by: the products of a mask.
 
     Args:
         positions: where the values stand in the flattened matrix, ascending.
@@ -41,7 +41,7 @@ def products_of(positions: Tensor, shape: tuple[int, int], across: bool = False)
     """
     active = torch.zeros(shape, dtype=torch.bool)
     active.view(-1)[positions.long()] = True
-    return cpu.build_products(active, across)
+    return CompiledProducts(active, across)
 
 
 class CompactIndex(Protocol):
@@ -59,7 +59,7 @@ class CompactIndex(Protocol):
 
     across: bool
     backend: str
-    products: cpu.Products
+    products: CompiledProducts
     shape: tuple[int, int]
     count: int
     outputs: int
@@ -117,8 +117,6 @@ def compact_cross_entropy(
     if index.backend == "dense":
         return None
     check_not_transformed("a compact layer", TO_DENSE, x, values)  # before the products are built
-    if not isinstance(index.products, CompiledProducts):
-        return None
     x, values = under_autocast(x), under_autocast(values)
     _check(x, values, index, None)
     return head.cross_entropy(x, values.to(wide(values.dtype)), targets, index.products, count)

@@ -37,15 +37,15 @@ def crossover(
     """Return the sparsity from which the backend is faster in the nearest case of the table; None if there is none.
 
     Args:
-        backend: "cpu", "mkl" or "block".
+        backend: "cpu" or "block".
         dtype: of the weight, as "float32".
         shape: of the weight.
         threads: of a backend on CPUs.
         block: the side of the blocks of which masks are made.
         anywhere: count rows that were measured on other processors too.
     """
-    if backend in ("cpu", "mkl"):
-        block = 1  # these compute weight by weight, even if masks are made of blocks
+    if backend == "cpu":
+        block = 1  # it computes weight by weight, even if masks are made of blocks
     rows = [
         row for row in table() if _kind(row) == (backend, dtype, block) and (anywhere or _names_this_processor(row))
     ]
@@ -112,9 +112,9 @@ def kernel_version() -> str:
     return hashlib.sha256(texts).hexdigest()[:12]
 
 
-def measured_so(backend: str, dtype: str, threads: int) -> list[dict[str, Any]]:
-    """Return the rows that were measured on this processor, with this kernel."""
-    kind, wanted = (backend, dtype, 1), {"gains", "topology_step"}
+def measured_so(dtype: str, threads: int) -> list[dict[str, Any]]:
+    """Return the rows of the CPU kernel that were measured on this processor, with this version of it."""
+    kind, wanted = ("cpu", dtype, 1), {"gains", "topology_step"}
     rows = [row for row in measured_here() if wanted <= row.keys() and _kind(row) == kind and is_of_here(row)]
     return [row for row in rows if (row.get("threads"), row.get("kernel")) == (threads, kernel_version())]
 

@@ -19,7 +19,6 @@ from torch import Tensor
 
 from mst_scale.sparse_linear.definition import wide
 from mst_scale.sparse_linear.kernel import CompiledProducts
-from mst_scale.sparse_linear.mkl import MKLProducts
 from mst_scale.transforms import check_first_derivative, leave_graph
 
 Sink = Callable[[Tensor], None]  # of a dense gradient
@@ -85,10 +84,7 @@ class WeightGradient(torch.autograd.Function):
         return InputGradient.apply(dy, s, ctx.products), Product.apply(x, s, ctx.products), None
 
 
-ByValues = CompiledProducts | MKLProducts  # the products of single weights; s holds the active weights
-
-
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None, products: ByValues, dense_gradient: bool) -> Tensor:
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None, products: CompiledProducts, dense_gradient: bool) -> Tensor:
     """Return x (W ⊙ M)ᵀ + b with autograd, by products over single weights; x is (…, inputs)."""
     leave_graph("the kernel of a sparse layer", TO_DENSE)
     outputs, inputs = products.shape
@@ -102,12 +98,12 @@ def outside_graphs(function: type[torch.autograd.Function], *arguments: Any) -> 
     return function.apply(*arguments)
 
 
-def gather(weight: Tensor, products: ByValues) -> Tensor:
+def gather(weight: Tensor, products: CompiledProducts) -> Tensor:
     """Return the active values of a dense weight with autograd, once differentiable."""
     return outside_graphs(_Gather, weight, products)
 
 
-def spread(s: Tensor, products: ByValues) -> Tensor:
+def spread(s: Tensor, products: CompiledProducts) -> Tensor:
     """Return the matrix S with entries s, by operations that torch differentiates."""
     rows, columns = products.stored
     return s.new_zeros(rows * columns).index_put((products.where,), s).view(rows, columns)
@@ -115,7 +111,7 @@ def spread(s: Tensor, products: ByValues) -> Tensor:
 
 class _Gather(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, weight: Tensor, products: ByValues) -> Tensor:
+    def forward(ctx: Any, weight: Tensor, products: CompiledProducts) -> Tensor:
         ctx.products, ctx.dtype = products, weight.dtype
         return products.gather(weight)
 
@@ -126,7 +122,7 @@ class _Gather(torch.autograd.Function):
 
 
 def _gradients(  # noqa: PLR0917
-    products: ByValues, x: Tensor, dy: Tensor, s: Tensor, dx: bool, ds: bool
+    products: CompiledProducts, x: Tensor, dy: Tensor, s: Tensor, dx: bool, ds: bool
 ) -> tuple[Tensor | None, Tensor | None]:
     """Return dx in the dtype of x and ds in that of s, as far as asked for; differentiable under create_graph=True."""
     if not torch.is_grad_enabled():
@@ -146,7 +142,7 @@ class Linear(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, how: tuple[ByValues, bool]
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, how: tuple[CompiledProducts, bool]
     ) -> tuple[Tensor, Tensor]:
         ctx.products, ctx.dense_gradient = how
         s = ctx.products.gather(weight)
@@ -182,7 +178,7 @@ class ValuesLinear(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, values: Tensor, bias: Tensor | None, how: tuple[ByValues, Sink | None, Collect]
+        ctx: Any, x: Tensor, values: Tensor, bias: Tensor | None, how: tuple[CompiledProducts, Sink | None, Collect]
     ) -> Tensor:
         ctx.products, ctx.sink, ctx.collect = how
         ctx.save_for_backward(x, values)

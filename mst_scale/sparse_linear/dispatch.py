@@ -1,7 +1,7 @@
 """Chooses the backend that a sparse linear layer computes with.
 
     dense   F.linear on any device: inactive weights are zeros, so this is the masked dense product
-    cpu     kernels over single weights on CPU tensors: compiled, or MKL without a compiler
+    cpu     compiled kernels over single weights on CPU tensors
     block   Triton kernels over blocks of weights on CUDA tensors, for masks made of blocks
     narrow  dense products of the active rows and columns on any device, for masks made of whole channels
 
@@ -9,8 +9,7 @@
 logs each different choice once. A run on CPUs measures crossovers at its start (`measuring`), once per machine; its
 ranks and its checkpoints keep using the same (`crossovers_of`). A compact layer (`compact`) follows them too: from the
 values alone the kernel is faster, and a dense product, which has to expand them, slower. For blocks on GPUs they come
-from `mst bench linear --device cuda --tune`. MKL is half as fast as the compiled kernel, so it has its own crossovers
-("mkl"). Requesting a backend that cannot run is an error that says why.
+from `mst bench linear --device cuda --tune`. Requesting a backend that cannot run is an error that says why.
 """
 
 from __future__ import annotations
@@ -56,29 +55,19 @@ def choose(  # noqa: PLR0917
 ) -> tuple[str, str]:
     """Return what `auto` chooses, and the reason."""
     sparse = "cpu" if device == "cpu" else "block"
-    kernel, without = _kernel_of(device)
     if sparse == "block" and (reason := why_not(sparse, device, dtype, shape, block)) is not None:
         return "dense", f"no {sparse}: {reason}"
     if math.prod(shape) < SMALLEST:
         return "dense", f"fewer than {SMALLEST} weights"
     name = str(dtype).removeprefix("torch.")
-    least = agreed[name, shape] if (name, shape) in agreed else _in_tables(kernel, name, shape, block)
+    least = agreed[name, shape] if (name, shape) in agreed else _in_tables(sparse, name, shape, block)
     if least is None:
-        return "dense", f"no crossover of {kernel} is measured for {dtype}{without}"
+        return "dense", f"no crossover of {sparse} is measured for {dtype}"
     if sparsity < least:
-        return "dense", f"{kernel} is faster from {least:.0%} sparsity on{without}"
+        return "dense", f"{sparse} is faster from {least:.0%} sparsity on"
     if (reason := why_not(sparse, device, dtype, shape, block)) is not None:
         return "dense", f"no {sparse}: {reason}"
-    return sparse, f"measured to be faster from {least:.0%} sparsity on{without}"
-
-
-def _kernel_of(device: str) -> tuple[str, str]:
-    """Return the name under which crossovers of this device are kept, and a remark on it."""
-    if device != "cpu":
-        return "block", ""
-    from mst_scale.sparse_linear import cpu
-
-    return ("cpu", "") if (reason := cpu.why_not_compiled()) is None else ("mkl", f" ({reason})")
+    return sparse, f"measured to be faster from {least:.0%} sparsity on"
 
 
 def crossovers_of(
@@ -97,7 +86,7 @@ def crossovers_of(
     """
     from mst_scale.sparse_linear import measuring
 
-    kernel, _ = _kernel_of(device)
+    kernel = "cpu" if device == "cpu" else "block"
     highest: dict[tuple[str, tuple[int, ...]], float] = {}
     for dtype, shape, sparsity in layers:
         if math.prod(shape) >= SMALLEST:
@@ -110,7 +99,7 @@ def crossovers_of(
             continue
         shapes = sorted(s for (of, s), sparsity in highest.items() if of == dtype and sparsity >= measuring.GRID[0])
         if shapes:
-            rows, seconds = measuring.measured(kernel, dtype, shapes)
+            rows, seconds = measuring.measured(dtype, shapes)
             found |= {(dtype, shape): _in_tables(kernel, dtype, shape, block, anywhere=False) for shape in shapes}
             found |= {(dtype, shape): measuring.crossover_of(row, interval) for shape, row in rows.items()}
             log.info("%s", measuring.describe(list(rows.values()), seconds, len(shapes) - len(rows), interval))
@@ -154,7 +143,7 @@ def build_index(backend: str, active: torch.Tensor, block: int) -> Index:
     assert backend == "cpu", backend
     from mst_scale.sparse_linear import cpu
 
-    return cpu.build_index(active)
+    return cpu.CompiledIndex(active)
 
 
 @functools.cache  # once per choice and process

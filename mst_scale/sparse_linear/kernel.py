@@ -127,10 +127,10 @@ class CompiledProducts:
         self.run("sl_gather", 1, weight.dtype, {"weight": weight.contiguous(), "gathered": values}, stored=True)
         return values
 
-    def scatter(self, gradient: Tensor, dtype: torch.dtype, scale: float = 1.0) -> Tensor:
-        """Return the dense matrix that has `scale` times these values where the mask keeps a weight, and zeros."""
+    def scatter(self, gradient: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return the dense matrix that has these values where the mask keeps a weight, and zeros."""
         dw = torch.empty(self.stored, dtype=dtype)
-        self.run("sl_scatter", 1, dtype, {"gradient": gradient.contiguous(), "dw": dw}, scale=scale, stored=True)
+        self.run("sl_scatter", 1, dtype, {"gradient": gradient.contiguous(), "dw": dw}, stored=True)
         return dw
 
     def forward(self, x: Tensor, values: Tensor, bias: Tensor | None = None) -> Tensor:

@@ -22,10 +22,9 @@ import torch.nn.functional as F
 
 from mst_scale.errors import UserError
 from mst_scale.sparse_linear import crossovers
-from mst_scale.sparse_linear.cpu import CompiledIndex, MKLIndex
+from mst_scale.sparse_linear.cpu import CompiledIndex
 
 VARIABLE = "MST_SCALE_MEASURE"
-KERNELS: dict[str, Any] = {"cpu": CompiledIndex, "mkl": MKLIndex}
 GRID = (0.5, 0.7, 0.85, 0.95, 0.99)
 USUAL = 0.95  # at which a topology step is measured
 MARGIN = 1.05  # a kernel must be this much faster: less is noise
@@ -64,15 +63,15 @@ class Layer:
         """Return a random mask."""
         return torch.rand(self.shape, generator=self.generator) >= sparsity
 
-    def sparse(self, sparsity: float, kind: Any = CompiledIndex) -> Run:
-        """Return a run of a kernel at a sparsity."""
-        index = kind(self.active(sparsity))
+    def sparse(self, sparsity: float) -> Run:
+        """Return a run of the kernel at a sparsity."""
+        index = CompiledIndex(self.active(sparsity))
         return self.both_ways(lambda x, weight: index.linear(x, weight, None, False))
 
-    def topology_step(self, sparsity: float, kind: Any = CompiledIndex) -> Run:
-        """Return a run of a kernel with a new index and the dense gradient of the weight."""
+    def topology_step(self, sparsity: float) -> Run:
+        """Return a run of the kernel with a new index and the dense gradient of the weight."""
         active = self.active(sparsity)
-        return self.both_ways(lambda x, weight: kind(active).linear(x, weight, None, True))
+        return self.both_ways(lambda x, weight: CompiledIndex(active).linear(x, weight, None, True))
 
 
 def crossover(ours: Mapping[float, float], dense: float, fixed: float = 0.0) -> float | None:
@@ -105,21 +104,21 @@ def is_wanted() -> bool:
 
 
 def measured(
-    kernel: str, dtype: str, shapes: Sequence[tuple[int, ...]], seconds: float = SECONDS
+    dtype: str, shapes: Sequence[tuple[int, ...]], seconds: float = SECONDS
 ) -> tuple[dict[tuple[int, ...], dict[str, Any]], float]:
     """Return the row of each shape, and how many seconds measuring took: 0 if all rows had been kept.
 
     A shape is missing if there was no time for it, or if the machine was too busy to measure.
     """
     began = time.monotonic()
-    kept = {tuple(row["shape"]): row for row in crossovers.measured_so(kernel, dtype, torch.get_num_threads())}
+    kept = {tuple(row["shape"]): row for row in crossovers.measured_so(dtype, torch.get_num_threads())}
     found = {shape: kept[shape] for shape in shapes if shape in kept}
     missing = [shape for shape in shapes if shape not in kept]
     for i, shape in enumerate(missing):
         left = seconds - (time.monotonic() - began)
         if left <= 0:
             break
-        row = measure(kernel, dtype, shape, left / (len(missing) - i))
+        row = measure(dtype, shape, left / (len(missing) - i))
         if row is not None:
             found[shape] = row
     if missing:
@@ -127,20 +126,20 @@ def measured(
     return found, time.monotonic() - began if missing else 0.0
 
 
-def measure(kernel: str, dtype: str, shape: tuple[int, ...], seconds: float) -> dict[str, Any] | None:
+def measure(dtype: str, shape: tuple[int, ...], seconds: float) -> dict[str, Any] | None:
     """Return a row of the user's table for one shape, or None if the machine is too busy to measure."""
     with torch.enable_grad():
         layer = Layer(dtype, part_of(shape), _tokens_for(shape))
-        runs = [layer.dense(), *(layer.sparse(sparsity, KERNELS[kernel]) for sparsity in GRID)]
-        taken = in_turns([*runs, layer.topology_step(USUAL, KERNELS[kernel])], seconds)
+        runs = [layer.dense(), *(layer.sparse(sparsity) for sparsity in GRID)]
+        taken = in_turns([*runs, layer.topology_step(USUAL)], seconds)
     if taken is None:
         return None
     dense, *ours, topology_step = map(min, taken)
-    return row_of(kernel, layer.dtype, shape, dense, dict(zip(GRID, ours, strict=True)), topology_step)
+    return row_of(layer.dtype, shape, dense, dict(zip(GRID, ours, strict=True)), topology_step)
 
 
-def row_of(  # noqa: PLR0917
-    kernel: str, dtype: str, shape: Sequence[int], dense: float, times: Mapping[float, float], topology_step: float
+def row_of(
+    dtype: str, shape: Sequence[int], dense: float, times: Mapping[float, float], topology_step: float
 ) -> dict[str, Any]:
     """Return a row of the user's table: the crossover, and the speedup over dense at each measured sparsity.
 
@@ -148,7 +147,7 @@ def row_of(  # noqa: PLR0917
     """
     usual = times[min(times, key=lambda sparsity: abs(sparsity - USUAL))]
     row = {
-        "backend": kernel,
+        "backend": "cpu",
         "dtype": dtype,
         "threads": torch.get_num_threads(),
         "shape": list(shape),

@@ -119,27 +119,17 @@ def test_losses_and_norms_are_those_of_one_rank(stage: int, tied: bool):
         assert found["norms"] == pytest.approx(one["norms"], rel=1e-5)
 
 
-@pytest.mark.parametrize("mkl", [False, True], ids=["compiled", "mkl"])
 @pytest.mark.parametrize("granularity", ["element", {"block": 4, "min_blocks": 1}], ids=["element", "block"])
-def test_sparse_kernels_multiply_with_the_slice(mkl: bool, granularity: Any):
+def test_sparse_kernels_multiply_with_the_slice(granularity: Any):
     """The dense products of masked weights are the definition, of one rank."""
     topology = {"topology": {"granularity": granularity}}
     model = {"tie_word_embeddings": True}
     mst = {"targets": {"lm_head": True}, **topology}
     one = alone(Recipe(mst={**mst, "compute": {"backend": "dense"}}, model=model))
     how = Recipe(mst={**mst, "compute": {"backend": "cpu"}}, model=model)
-    for found in run(with_kernel, 2, TWO, how, mkl):
+    for found in run(auto_tp.trained, 2, TWO, how):
         assert found["losses"] == pytest.approx(one["losses"], rel=1e-4)
         assert found["norms"] == pytest.approx(one["norms"], rel=1e-3)
-
-
-def with_kernel(rank: int, world: int, cut: Cut, how: Recipe, mkl: bool) -> dict:
-    from mst_scale.sparse_linear import cpu
-
-    with pytest.MonkeyPatch.context() as patch:
-        if mkl:
-            patch.setattr(cpu, "why_not_compiled", lambda: "a test wants MKL")
-        return auto_tp.trained(rank, world, cut, how)
 
 
 def spent(rank: int, world: int, cut: Cut, how: Recipe, out: str) -> dict:

@@ -1,17 +1,15 @@
 """Every backend against the definition: forward and all gradients, odd shapes, values that are not finite."""
 
-import logging
-
 import pytest
 import torch
 import torch.nn.functional as F
 
-from mst_scale.sparse_linear import cpu, kernel
+from mst_scale.errors import UserError
+from mst_scale.sparse_linear import SparseLayers, cpu, dispatch, kernel
 from mst_scale.sparse_linear.definition import definition
 
-BACKENDS = {"compiled": cpu.CompiledIndex, "mkl": cpu.MKLIndex}
 # A sum of n products in precision eps is off by at most n·eps times the sum of their sizes: a random walk, so √n·eps in
-# practice. The definition runs in float64; 16-bit types round their output (MKL's twice: its bias is added after), and
+# practice. The definition runs in float64; 16-bit types round their output, and
 # x, w, dy are exact in both.
 EPS = {torch.float32: 2**-24, torch.float64: 2**-53, torch.bfloat16: 2**-8, torch.float16: 2**-11}
 
@@ -53,24 +51,22 @@ SHAPES = [
 ]
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("sparsity", [0.7, 0.0, 1.0])
-def test_forward_and_gradients(backend, shape, sparsity):
+def test_forward_and_gradients(shape, sparsity):
     active, *tensors = case(*shape, sparsity)
-    index = BACKENDS[backend](active)
+    index = cpu.CompiledIndex(active)
     found = results(lambda x, w, b: index.linear(x, w, b, False), *tensors)
     expected = results(lambda x, w, b: definition(x, w, active, b), *(t.double() for t in tensors))
     assert_close(found, expected, torch.float32, max(shape))
     assert not found[2][~active].any(), "dW is exactly zero where masked"
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("dense_gradient", [False, True])
-def test_dtypes_and_the_dense_gradient(backend, dtype, dense_gradient):
+def test_dtypes_and_the_dense_gradient(dtype, dense_gradient):
     active, *tensors = case(70, 100, 70, 0.8, dtype)
-    index = BACKENDS[backend](active)
+    index = cpu.CompiledIndex(active)
     found = results(lambda x, w, b: index.linear(x, w, b, dense_gradient), *tensors)
     wide = (t.double() for t in tensors)
     expected = results(lambda x, w, b: definition(x, w, active, b, dense_gradient=dense_gradient), *wide)
@@ -91,10 +87,7 @@ def test_the_definition_is_a_masked_dense_layer():
 
 @pytest.mark.parametrize("shape", [(16, 20000, 8), (20000, 16, 8), (16, 16, 20000)], ids=["y", "dx", "dW"])
 def test_long_sums_cost_no_digits(shape):
-    """Values of one sign, so that a sum grows with every term: within 4 times the error of torch, which sums in pieces.
-
-    (MKL's sparse products do not, and are off 10 times as much.)
-    """
+    """Values of one sign, so that sums grow with every term: within 4 times the error of torch, summing in pieces."""
     active, *tensors = case(*shape, 0.0)
     x, weight, bias, dy = (t.abs() for t in tensors)
     index = cpu.CompiledIndex(active)
@@ -106,23 +99,21 @@ def test_long_sums_cost_no_digits(shape):
         assert error <= 4 * allowed, f"{what}: {error:.1e}, torch {allowed:.1e}"
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_empty_rows_and_columns(backend):
+def test_empty_rows_and_columns():
     active, *tensors = case(40, 50, 20, 0.5)
     active[::3], active[:, ::4] = False, False
-    index = BACKENDS[backend](active)
+    index = cpu.CompiledIndex(active)
     found = results(lambda x, w, b: index.linear(x, w, b, False), *tensors)
     assert torch.equal(found[0][:, ::3], tensors[2][::3].expand(20, -1)), "an empty row gives the bias"
     assert not found[1][:, ::4].any() and not found[2][~active].any()
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
-def test_values_that_are_not_finite_spread_as_in_a_dense_layer(backend, value):
+def test_values_that_are_not_finite_spread_as_in_a_dense_layer(value):
     """NaN wherever an active weight meets it; a masked weight does not see it (0 · inf is NaN in a dense product)."""
     active, x, weight, bias, dy = case(40, 50, 20, 0.8)
     x[3, 7] = value
-    index = BACKENDS[backend](active)
+    index = cpu.CompiledIndex(active)
     y, _, dw, _ = results(lambda x, w, b: index.linear(x, w, b, False), x, weight, bias, dy)
     assert torch.equal(~y[3].isfinite(), active[:, 7]) and y[:3].isfinite().all() and y[4:].isfinite().all()
     assert torch.equal(~dw.isfinite().all(0), torch.arange(50) == 7) and not dw[~active].any()
@@ -208,25 +199,16 @@ def test_index_is_the_mask():
 # --- without a compiler ---
 
 
-@pytest.fixture
-def no_compiler(monkeypatch, tmp_path):
+def test_without_a_compiler_layers_are_dense_and_a_request_for_the_kernel_says_why(monkeypatch, tmp_path):
     monkeypatch.setenv("CXX", "no-such-compiler")
     monkeypatch.setenv("MST_SCALE_CACHE", str(tmp_path))
     kernel.library.cache_clear()
-    cpu._log_mkl.cache_clear()
-    yield
-    kernel.library.cache_clear()
-    cpu._log_mkl.cache_clear()
-
-
-def test_without_a_compiler_mkl_computes_and_one_notice_says_so(no_compiler, caplog):
-    active, *tensors = case(40, 50, 20, 0.8)
-    with caplog.at_level(logging.INFO, logger="mst_scale"):
-        assert [cpu.why_not("cpu", torch.bfloat16) for _ in range(3)] == [None] * 3
-    index = cpu.build_index(active)
-    assert isinstance(index, cpu.MKLIndex)
-    found = results(lambda x, w, b: index.linear(x, w, b, False), *tensors)
-    expected = results(lambda x, w, b: definition(x, w, active, b), *(t.double() for t in tensors))
-    assert_close(found, expected, torch.float32, 50)
-    notices = [r.message for r in caplog.records if "no C++ compiler" in r.message]
-    assert len(notices) == 1 and "MKL" in notices[0]
+    try:
+        assert "no C++ compiler" in cpu.why_not("cpu", torch.float32)
+        chosen, why = dispatch.choose("cpu", torch.float32, (3072, 768), 0.96, 1)
+        assert chosen == "dense" and "no C++ compiler" in why
+        with pytest.raises(UserError, match="no C\\+\\+ compiler"):
+            model = torch.nn.Linear(50, 40)
+            SparseLayers(model, {"weight": model.weight}, {"weight": (40, 50)}, "cpu")
+    finally:
+        kernel.library.cache_clear()

@@ -39,45 +39,43 @@ def clock(monkeypatch):
     return clock
 
 
-@pytest.mark.parametrize("kernel", ["cpu", "mkl"])
-def test_a_row_of_a_real_measurement(kernel, monkeypatch):
+def test_a_row_of_a_real_measurement(monkeypatch):
     monkeypatch.setattr(measuring, "STEADY", 1e9)
-    row = measuring.measure(kernel, "float32", (96, 64), 0.05)
+    row = measuring.measure("float32", (96, 64), 0.05)
     assert list(map(float, row["gains"])) == list(measuring.GRID) and min(row["gains"].values()) > 0
     assert measuring.GRID[0] <= row["sparsity"] < 1
-    assert (row["backend"], row["dtype"], row["shape"]) == (kernel, "float32", [96, 64])
+    assert (row["backend"], row["dtype"], row["shape"]) == ("cpu", "float32", [96, 64])
     assert row["cpu"] and row["torch"] == torch.__version__
 
 
 def test_the_crossover_is_where_the_kernel_is_faster_by_the_margin(clock):
     """12 at 70 % and 6 at 85 %: the dense 10 / 1.05 lies between them."""
-    row = measuring.measure("cpu", "float32", SHAPE, 1.0)
+    row = measuring.measure("float32", SHAPE, 1.0)
     assert row["sparsity"] == pytest.approx(0.7 + 0.15 * (12 - 10 / 1.05) / 6, abs=1e-3)
     assert row["gains"] == {"0.5": 0.5, "0.7": 0.833, "0.85": 1.667, "0.95": 5.0, "0.99": 10.0}
     assert row["topology_step"] == 2.0  # 22 - 2 of 10
     clock.ours = [9.0, 8.0, 6.0, 2.0, 1.0]
-    assert measuring.measure("cpu", "float32", SHAPE, 1.0)["sparsity"] == measuring.GRID[0]
+    assert measuring.measure("float32", SHAPE, 1.0)["sparsity"] == measuring.GRID[0]
     clock.ours = [20.0, 19.0, 18.0, 17.0, 16.0]
-    row = measuring.measure("cpu", "float32", SHAPE, 1.0)
+    row = measuring.measure("float32", SHAPE, 1.0)
     assert row["sparsity"] > measuring.GRID[-1]
     assert "not faster than dense (0.62 times at 99%)" in measuring.describe([row], 1.0)
 
 
 def test_what_was_measured_is_kept_for_the_same_machine_dtype_and_threads(clock, cache, monkeypatch):
     (cache / "crossover.json").write_text(json.dumps({"crossovers": [{**MINE, "shape": [8, 8]}]}))
-    found, seconds = measuring.measured("cpu", "float32", [SHAPE, OTHER])
+    found, seconds = measuring.measured("float32", [SHAPE, OTHER])
     assert list(found) == [SHAPE, OTHER] and seconds > 0 and len(clock.asked) == 2
     assert [row["shape"] for row in rows_of(cache)] == [list(SHAPE), list(OTHER), [8, 8]], "others' rows stay"
-    again, seconds = measuring.measured("cpu", "float32", [SHAPE, OTHER])
+    again, seconds = measuring.measured("float32", [SHAPE, OTHER])
     assert again == found and seconds == 0 and len(clock.asked) == 2
-    measuring.measured("cpu", "bfloat16", [SHAPE])
-    measuring.measured("mkl", "float32", [SHAPE])
+    measuring.measured("bfloat16", [SHAPE])
     torch.set_num_threads(2)
-    measuring.measured("cpu", "float32", [SHAPE])
-    assert len(clock.asked) == 5
+    measuring.measured("float32", [SHAPE])
+    assert len(clock.asked) == 4
     monkeypatch.setattr(crossovers, "here", lambda: {"cpu": "another", "torch": torch.__version__})
-    measuring.measured("cpu", "float32", [SHAPE])
-    assert len(clock.asked) == 6 and len(rows_of(cache)) == 7, "two machines share a home"
+    measuring.measured("float32", [SHAPE])
+    assert len(clock.asked) == 5 and len(rows_of(cache)) == 6, "two machines share a home"
 
 
 MINE = {"backend": "cpu", "dtype": "float32", "threads": 1, "shape": list(SHAPE), "sparsity": 0.7}
@@ -91,7 +89,7 @@ def test_the_tables_leave_out_other_machines(cache):
 
 def test_a_busy_machine_is_not_believed(clock, cache):
     clock.ours = None
-    assert measuring.measured("cpu", "float32", [SHAPE])[0] == {}
+    assert measuring.measured("float32", [SHAPE])[0] == {}
     assert rows_of(cache) == []
 
 
@@ -119,7 +117,7 @@ def test_threads_that_wait_for_a_core_are_a_busy_machine(monkeypatch):
 
 
 def test_when_time_is_over_the_others_are_left_to_the_tables(clock):
-    found, _ = measuring.measured("cpu", "float32", [SHAPE, OTHER], seconds=0.0)
+    found, _ = measuring.measured("float32", [SHAPE, OTHER], seconds=0.0)
     assert found == {} and clock.asked == []
     assert "2 not measured" in measuring.describe([], 8.0, 2)
 
@@ -156,7 +154,7 @@ def test_a_slower_kernel_is_not_taken_whatever_the_shipped_table_says(clock):
 
 def test_a_topology_step_counts_by_the_steps_between_two(clock):
     """It costs 2 dense passes: with 10 steps between, 0.2 of one are added to sparse times of 1.2 and 0.6."""
-    row = measuring.measure("cpu", "float32", SHAPE, 1.0)
+    row = measuring.measure("float32", SHAPE, 1.0)
     often, seldom = measuring.crossover_of(row, 10), measuring.crossover_of(row, 100)
     assert row["sparsity"] < seldom < often == pytest.approx(0.7 + 0.15 * (1.4 - 1 / 1.05) / 0.6, abs=1e-3)
     assert measuring.crossover_of(row, 2) == 1.0, "topology steps alone take as long as dense layers"
@@ -165,9 +163,9 @@ def test_a_topology_step_counts_by_the_steps_between_two(clock):
 
 
 def test_another_version_of_the_kernel_is_measured_again(clock, monkeypatch):
-    measuring.measured("cpu", "float32", [SHAPE])
+    measuring.measured("float32", [SHAPE])
     monkeypatch.setattr(crossovers, "kernel_version", lambda: "another")
-    measuring.measured("cpu", "float32", [SHAPE])
+    measuring.measured("float32", [SHAPE])
     assert len(clock.asked) == 2
 
 
@@ -184,7 +182,7 @@ def test_without_a_measurement_the_shipped_table_counts_for_its_processors_alone
 
 def test_without_a_measurement_the_nearest_shape_that_was_measured_counts(clock, monkeypatch):
     monkeypatch.setattr(crossovers, "here", lambda: {"cpu": "another", "torch": torch.__version__})
-    measuring.measured("cpu", "float32", [OTHER])
+    measuring.measured("float32", [OTHER])
     clock.ours = None
     assert dispatch.crossovers_of("cpu", 1, [("float32", SHAPE, 0.9)])["float32", SHAPE] == pytest.approx(
         0.762, abs=1e-3
