@@ -6,7 +6,7 @@ records both and maps positions in the shard to positions in the logical matrix.
 matrix is the logical matrix.
 
 A tensor of shape (r, a, b, …) is treated as a matrix of r rows and a·b·… columns, and a vector of n elements as n rows
-of one element.
+of one element. A compact parameter, which stores only the active weights of its matrix, is such a vector.
 """
 
 from __future__ import annotations
@@ -24,6 +24,14 @@ if TYPE_CHECKING:  # only index tensors need torch
 
 Range = tuple[int, int]
 """[start, stop)."""
+
+
+STORED_MULTIPLE = 64  # so that what follows a vector in a flat buffer stays aligned for GPU kernels
+
+
+def stored_length(count: int) -> int:
+    """Return the length of a vector that stores this number of active weights, and zeros up to a multiple of 64."""
+    return max(1, -(-count // STORED_MULTIPLE)) * STORED_MULTIPLE
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from typing import Any
 
 from mst_scale.checkpoint_folders import SOURCE, has_copy, identity_of
 from mst_scale.checkpoints import mask_files, model_config, store
-from mst_scale.checkpoints.store import PARTIAL, UNIVERSAL
+from mst_scale.checkpoints.store import UNIVERSAL
 from mst_scale.comm import logger
 from mst_scale.errors import UserError
 from mst_scale.zero_shards import compact_files, universal
@@ -56,12 +56,8 @@ def reshape(path: Path, out: Path | None = None) -> Reshaped:
         if has_copy(source) and not store.damage(target):
             return _reshaped(source, target, 0.0)
         shutil.rmtree(target)
-    draft = target.with_name(target.name + PARTIAL)
-    if draft.exists():
-        shutil.rmtree(draft)
-    draft.mkdir(parents=True)
     identity = identity_of(source)
-    try:
+    with store.draft_of(target) as draft:
         step = universal.convert(source, draft)
         if (source / mask_files.FOLDER).is_dir():
             without = shutil.ignore_patterns(compact_files.NAMES)  # the copy holds whole matrices
@@ -72,10 +68,7 @@ def reshape(path: Path, out: Path | None = None) -> Reshaped:
         kept = ("tag", "step", "batch", "micro", "ranks", "optimizer")
         about: dict[str, Any] = {key: manifest[key] for key in kept if key in manifest}
         about[SOURCE] = identity
-        store.seal_alone(draft, target, {"step": step, **about, "universal": True})
-    except BaseException:
-        shutil.rmtree(draft, ignore_errors=True)
-        raise
+        store.seal_alone(draft, {"step": step, **about, "universal": True})
     if out is not None and path != source:
         for name in ("config.json", "metrics.jsonl"):
             if (path / name).is_file():

@@ -14,7 +14,7 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -389,10 +389,23 @@ def seal_files(draft: Path, final: Path, manifest: dict[str, Any]) -> None:
     write_atomically(final.parent / "latest", final.name)
 
 
-def seal_alone(draft: Path, final: Path, about: dict[str, Any]) -> None:
-    """Seal a checkpoint that one process has written."""
+@contextlib.contextmanager
+def draft_of(out: Path) -> Iterator[Path]:
+    """Yield a folder to write to; it is renamed to `out` at the end, or removed after an error."""
+    draft = out.with_name(out.name + PARTIAL)
+    shutil.rmtree(draft, ignore_errors=True)
+    draft.mkdir(parents=True)
+    try:
+        yield draft
+        os.rename(draft, out)
+    except BaseException:
+        shutil.rmtree(draft, ignore_errors=True)
+        raise
+
+
+def seal_alone(draft: Path, about: dict[str, Any]) -> None:
+    """Seal a checkpoint that one process has written to a draft."""
     write_atomically(draft / MANIFEST, sealed({**about, "files": digests_of(draft, files_in(draft))}))
-    os.rename(draft, final)
 
 
 def set_aside(folder: Path, step: int) -> None:

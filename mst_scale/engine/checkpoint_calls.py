@@ -13,12 +13,11 @@ key.
 
 from __future__ import annotations
 
-import functools
-import inspect
 import os
 import re
 import shutil
 import weakref
+from collections.abc import Callable
 from multiprocessing import util
 from pathlib import Path
 from typing import Any
@@ -40,14 +39,10 @@ def save_in_background(engine: Any) -> BackgroundSaves | None:
         logger.info("engine.save_checkpoint waits until a checkpoint is written: %s", why)
         return None
     saves = BackgroundSaves(_all_ranks("saves"))
-    save, load = engine.save_checkpoint, engine.load_checkpoint
-    order = inspect.signature(save)
     swept: set[Path] = set()
 
-    @functools.wraps(save)
-    def save_checkpoint(*args: Any, **named: Any) -> Any:
+    def save_checkpoint(save: Callable[..., Any], given: dict[str, Any]) -> Any:
         before = saves.finish()
-        given = order.bind(*args, **named).arguments
         if (folder := Path(given["save_dir"])) not in swept:
             saves.ranks.on_first(lambda: _sweep(folder))
             swept.add(folder)
@@ -70,12 +65,12 @@ def save_in_background(engine: Any) -> BackgroundSaves | None:
             return save(**given)
         return True
 
-    @functools.wraps(load)
-    def load_checkpoint(*args: Any, **named: Any) -> Any:
+    def load_checkpoint(load: Callable[..., Any], given: dict[str, Any]) -> Any:
         saves.finish()
-        return load(*args, **named)
+        return load(**given)
 
-    engine.save_checkpoint, engine.load_checkpoint = save_checkpoint, load_checkpoint
+    zero_shards.replace_method(engine, "save_checkpoint", save_checkpoint)
+    zero_shards.replace_method(engine, "load_checkpoint", load_checkpoint)
     finish = weakref.finalize(engine, _at_exit, saves)  # when the engine is freed, or at the end of the program
     util.Finalize(None, finish, exitpriority=BEFORE_OTHERS)  # the end of a forked process runs only these
     return saves
@@ -95,13 +90,9 @@ def _at_exit(saves: BackgroundSaves) -> None:
 
 def reshape_on_load(engine: Any) -> None:
     """Let `engine.load_checkpoint` make the copy that another number of ranks needs."""
-    ranks, load = _all_ranks("reshape"), engine.load_checkpoint
-    order = inspect.signature(load)
+    ranks = _all_ranks("reshape")
 
-    @functools.wraps(load)
-    def load_checkpoint(*args: Any, **named: Any) -> Any:
-        given = order.bind(*args, **named).arguments
-
+    def load_checkpoint(load: Callable[..., Any], given: dict[str, Any]) -> Any:
         def make_copy() -> None:
             found = zero_shards.checkpoint_to_reshape(engine, Path(given["load_dir"]), given.get("tag"))
             if found is not None:
@@ -112,9 +103,9 @@ def reshape_on_load(engine: Any) -> None:
         # weights alone are loaded from any layout
         if not engine.load_universal_checkpoint() and not given.get("load_module_only"):
             ranks.on_first(make_copy, long=True)
-        return load(*args, **named)
+        return load(**given)
 
-    engine.load_checkpoint = load_checkpoint
+    zero_shards.replace_method(engine, "load_checkpoint", load_checkpoint)
 
 
 def _all_ranks(group: str) -> Ranks:

@@ -29,8 +29,7 @@ FEW = 4  # tokens, as a fraction of the rows, up to which their rows alone are e
 
 def compact_linear(x: Tensor, values: Tensor, index: CompactIndex, bias: Tensor | None) -> Tensor:
     """Return x Wᵀ + b of the matrix W with these values at the index."""
-    like: Any = index  # the same interface
-    return compact.compact_linear(x, values[: index.count], like, bias, dense_gradient=index.on_gradient)
+    return compact.compact_linear(x, values[: index.count], index, bias, dense_gradient=index.on_gradient)
 
 
 def compact_embedding(

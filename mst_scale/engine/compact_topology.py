@@ -31,8 +31,8 @@ from mst_scale.mixed_growing import packed_bits
 from mst_scale.mixed_growing.evolve import Change, Layer
 from mst_scale.mixed_growing.masks import assemble
 from mst_scale.mixed_growing.scores import Scores, mean_squares, peak_keys
+from mst_scale.sparse_linear.compact_index import WIDEST
 from mst_scale.transforms import eagerly
-from mst_scale.zero_shards.compact_index import WIDEST
 
 
 class CompactMasking(Masking):
@@ -332,8 +332,7 @@ class CompactTopology(Topology):
             if index is None:
                 mask.set_flags(torch.ones(mask.length, dtype=torch.bool, device=mask.device), mask.numel)
                 continue
-            flags = torch.zeros(index.numel, dtype=torch.bool, device=mask.device)
-            flags[index.positions.to(mask.device).long()] = True
+            flags = index.flags().to(mask.device)
             mask.set_flags(flags[mask.shard.start : mask.shard.start + mask.length].clone(), index.count)
 
     def take_index(self, checkpoint: Path) -> Callable[[], None]:

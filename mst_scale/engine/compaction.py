@@ -1,15 +1,14 @@
 """Makes the sparse layers of a model compact before DeepSpeed takes the model over, if the run allows it.
 
-A compact layer stores its K active weights as a vector (`zero_shards.compact_index`), so that whatever DeepSpeed keeps,
-reduces or sends for it has K numbers. DeepSpeed lays out its shards when it starts, so K has to be known by then and
-must not change: the sparsity is constant from the first step to the last. The first masks are those of a run with dense
-storage: a hash of (seed, name, index), the largest weights, or those that `mst.masks` names.
+A compact layer stores its K active weights as a vector (`CompactIndex`), so that whatever DeepSpeed keeps, reduces or
+sends for it has K numbers. DeepSpeed lays out its shards when it starts, so K has to be known by then and must not
+change: the sparsity is constant from the first step to the last. The first masks are those of a run with dense storage:
+a hash of (seed, name, index), the largest weights, or those that `mst.masks` names.
 """
 
 from __future__ import annotations
 
 import functools
-import sys
 from collections.abc import Iterable
 from hashlib import sha256
 from typing import Any
@@ -34,6 +33,7 @@ from mst_scale.mixed_growing.evolve import Layer
 from mst_scale.mixed_growing.masks import LayerMask
 from mst_scale.shard import Shard
 from mst_scale.sparse_linear.compact import compact_cross_entropy
+from mst_scale.sparse_linear.layers import stored_across
 from mst_scale.sparse_linear.replaced import replace_forward
 from mst_scale.zero_shards import CompactIndex, indexes_of, mark, mark_model, shape_of
 
@@ -108,7 +108,7 @@ def _why_layer_stays(model: nn.Module, name: str, parameter: nn.Parameter) -> st
         return f"{name} is not trained"
     owners = [(m, key) for m in model.modules() for key, p in m._parameters.items() if p is parameter]
     for module, key in owners:
-        known = type(module) in (nn.Linear, nn.Embedding, *_stored_across()) or _is_table_of_head(module)
+        known = type(module) in (nn.Linear, nn.Embedding, *stored_across()) or _is_table_of_head(module)
         if key != "weight" or not known or "forward" in vars(module):
             return f"{name} belongs to a {type(module).__name__}"
         if isinstance(module, nn.Embedding) and (module.max_norm is not None or module.sparse):
@@ -145,12 +145,6 @@ def _read_by_functions(model: nn.Module) -> list[nn.Module]:
         spec.key for spec in model._layer_specs if isinstance(spec, TiedLayerSpec) and spec.forward_fn is not None
     }
     return [module for key, module in model.tied_modules.items() if key in called and not _is_table_of_head(module)]
-
-
-def _stored_across() -> tuple[type, ...]:
-    """Return transformers' Conv1D if transformers has been imported: only then can a model contain it."""
-    transformers = sys.modules.get("transformers.pytorch_utils")
-    return () if transformers is None else (transformers.Conv1D,)
 
 
 def _convert(
@@ -256,7 +250,7 @@ def _take_first_ranks(weight: torch.Tensor, replicas: Any) -> None:
 
 def _compute_with(module: nn.Module, index: CompactIndex) -> None:
     """Let a module compute with the values that its parameter stores from now on."""
-    index.across = index.across or type(module) in _stored_across()
+    index.across = index.across or type(module) in stored_across()
     if isinstance(module, nn.Embedding):
         forward = functools.partial(_embedding, module, index)
         module.forward = functools.wraps(type(module).forward)(forward)  # type: ignore[method-assign]
@@ -305,8 +299,7 @@ class _Head:
         """Return the cross-entropy without keeping the logits, or None if they have to be computed."""
         if self.index.on_gradient is not None:
             return None
-        like: Any = self.index
-        return compact_cross_entropy(x, values[: self.index.count], targets, like, count)
+        return compact_cross_entropy(x, values[: self.index.count], targets, self.index, count)
 
 
 # --- state dicts have the whole matrix ---

@@ -6,19 +6,14 @@ the values can be written one after the other.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
-import os
-import shutil
 import struct
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-
-from mst_scale.checkpoints import store
 
 Shape = tuple[int, ...]
 Pieces = Callable[[str], Iterator[torch.Tensor]]  # a tensor's values in order, in pieces of any shape
@@ -27,20 +22,6 @@ TOKENIZER_FILES = (
     "merges.txt", "vocab.txt", "tokenizer.model", "spiece.model", "chat_template.jinja",
 )  # fmt: skip
 DTYPES = {"float32": ("F32", torch.float32), "bfloat16": ("BF16", torch.bfloat16), "float16": ("F16", torch.float16)}
-
-
-@contextlib.contextmanager
-def draft_of(out: Path) -> Iterator[Path]:
-    """Yield a folder to write to; it is renamed to `out` at the end, or removed after an error."""
-    draft = out.with_name(out.name + store.PARTIAL)
-    shutil.rmtree(draft, ignore_errors=True)
-    draft.mkdir(parents=True)
-    try:
-        yield draft
-        os.rename(draft, out)
-    except BaseException:
-        shutil.rmtree(draft, ignore_errors=True)
-        raise
 
 
 def write_model(folder: Path, shapes: Mapping[str, Shape], pieces: Pieces, dtype: str, shard_bytes: int) -> list[Path]:

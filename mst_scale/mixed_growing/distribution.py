@@ -25,7 +25,6 @@ from mst_scale.errors import UserError
 
 Shape = tuple[int, ...]
 PARTS = 10**9  # update fractions are rounded to billionths, so that ⌊0.3 · 10⌋ is 3 on every machine
-STORED_MULTIPLE = 64  # so that what follows a vector in a flat buffer stays aligned for GPU kernels
 RAW_MASS: dict[str, Callable[[Shape], int]] = {
     "erdos-renyi": lambda shape: (shape[0] + shape[1]) * math.prod(shape[2:]),
     "erk": sum,
@@ -53,11 +52,6 @@ def active_counts(shapes: Sequence[Shape], sparsity: float, kind: str = "erdos-r
         size if share == size else max(1, math.floor(share + Fraction(1, 2)))
         for size, share in zip(sizes, ideal, strict=True)
     ]
-
-
-def stored_length(count: int) -> int:
-    """Return the length of a vector that stores this number of active weights, and zeros up to a multiple of 64."""
-    return max(1, -(-count // STORED_MULTIPLE)) * STORED_MULTIPLE
 
 
 def _shares(sizes: Sequence[int], mass: Sequence[int], sparsity: float) -> list[Fraction]:

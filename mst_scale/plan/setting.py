@@ -27,7 +27,8 @@ from mst_scale.config.deepspeed import batch_shape, precision_of
 from mst_scale.config.parallel import sizes_of
 from mst_scale.errors import UserError
 from mst_scale.flops.formulas import TOKEN_TYPES, choose_matrices
-from mst_scale.mixed_growing.distribution import active_counts, stored_length
+from mst_scale.mixed_growing.distribution import active_counts
+from mst_scale.shard import stored_length
 
 BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 EMBEDDINGS = ("wte", "wpe", "wtt")

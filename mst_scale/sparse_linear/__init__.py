@@ -2,6 +2,7 @@
 
 definition       what a sparse linear layer computes, in plain torch
 compact          layers of which only the active weights exist
+compact_index    which weights these are
 layers           a model's sparse layers, and the masks that they follow
 replaced         replaces what a layer computes, by giving it a class of its own
 dispatch         which backend computes a layer

@@ -17,7 +17,7 @@ their gradient is K numbers as well. A `CompactIndex` says where they stand.
 
 from __future__ import annotations
 
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -25,54 +25,10 @@ from torch import Tensor
 
 from mst_scale.errors import UserError
 from mst_scale.sparse_linear import head
+from mst_scale.sparse_linear.compact_index import CompactIndex
 from mst_scale.sparse_linear.definition import under_autocast, wide
 from mst_scale.sparse_linear.derivatives import TO_DENSE, Sink, ValuesLinear, outside_graphs
-from mst_scale.sparse_linear.kernel import CompiledProducts
 from mst_scale.transforms import check_first_derivative, check_not_transformed, leave_graph
-
-
-def products_of(positions: Tensor, shape: tuple[int, int], across: bool = False) -> CompiledProducts:
-    """Return what the backend "cpu" multiplies by: the products of a mask.
-
-    Args:
-        positions: where the values stand in the flattened matrix, ascending.
-        shape: the shape in which the matrix is flattened.
-        across: the matrix is stored as (inputs, outputs).
-    """
-    active = torch.zeros(shape, dtype=torch.bool)
-    active.view(-1)[positions.long()] = True
-    return CompiledProducts(active, across)
-
-
-class CompactIndex(Protocol):
-    """Where the values of one matrix stand, as the layers here need to know it (see `zero_shards.CompactIndex`).
-
-    Attributes:
-        across: whether the matrix is stored as (inputs, outputs), as transformers' Conv1D does.
-        backend: "dense" or "cpu".
-        products: what the backend "cpu" multiplies by, see `products_of`.
-        shape: (rows, columns) of the matrix as it is flattened.
-        count: the number of active weights, K.
-        outputs: of the layer.
-        inputs: of the layer.
-    """
-
-    across: bool
-    backend: str
-    products: CompiledProducts
-    shape: tuple[int, int]
-    count: int
-    outputs: int
-    inputs: int
-
-    def on(self, device: torch.device) -> Tensor:
-        """Return the position of each value in the flattened matrix."""
-
-    def expand(self, values: Tensor) -> Tensor:
-        """Return the matrix with zeros where it has no values; autograd gives the gradient of the values."""
-
-    def collect(self, matrix: Tensor) -> Tensor:
-        """Return what a matrix holds where this one has values."""
 
 
 def compact_linear(

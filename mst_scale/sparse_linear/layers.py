@@ -148,13 +148,13 @@ class SparseLayers:
         self.parameters = dict(parameters)
         self.left_dense: list[str] = []
         self.crossovers: dispatch.Crossovers = {}  # of the run; for layers that are missing here, tables are used
-        stored_across = _stored_across()
-        forwards = {nn.Linear: _forward, **stored_across, **forwards}  # not for subclasses, which may do more
+        conv1d = stored_across()
+        forwards = {nn.Linear: _forward, **conv1d, **forwards}  # not for subclasses, which may do more
         if backend == "dense" and not always:
             return
         for name, parameter in parameters.items():
             places = list(_places(model, parameter, forwards)) if len(shapes[name]) == 2 else []
-            across = {layer_type(module) in stored_across for module, _ in places}
+            across = {layer_type(module) in conv1d for module, _ in places}
             if len(across) != 1:  # used nowhere, or by modules that store it differently
                 self.left_dense.append(name)
                 continue
@@ -255,7 +255,7 @@ def _forward(module: nn.Linear, product: Product, x: torch.Tensor) -> torch.Tens
     return product(x, module.weight, module.bias)
 
 
-def _stored_across() -> dict[type, Forward]:
+def stored_across() -> dict[type, Forward]:
     """Return the forward of transformers' Conv1D if transformers is imported: only then can a model contain it."""
     transformers = sys.modules.get("transformers.pytorch_utils")
     return {} if transformers is None else {transformers.Conv1D: _across}

@@ -14,8 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from mst_scale.mixed_growing.distribution import stored_length
-from mst_scale.shard import Range
+from mst_scale.shard import Range, stored_length
 
 
 def need(before: Tensor, stayed: Tensor, own: Range) -> list[int]:

@@ -14,52 +14,28 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Sequence
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from torch import Tensor
 
 from mst_scale import snapshot
 from mst_scale.errors import Damaged, UserError
 from mst_scale.mixed_growing import packed_bits
-from mst_scale.mixed_growing.distribution import stored_length
 from mst_scale.mixed_growing.masks import LayerMask
 from mst_scale.shard import Shard
-from mst_scale.zero_shards.compact_index import CompactIndex
+from mst_scale.sparse_linear.compact_index import CompactIndex
 
 FOLDER, NAMES = "mst", "compact*.safetensors"
 FORMAT, OF_STAGES = "mst_scale compact 1", "mst_scale compact 2"  # versions that know no stages reject the second
 
 
-class StoredIndex:
-    """The index of one compact parameter in a checkpoint."""
-
-    def __init__(self, name: str, shape: tuple[int, ...], bits: Tensor):
-        self.name, self.shape, self.bits = name, shape, bits
-
-    @cached_property
-    def positions(self) -> Tensor:
-        """Positions of the values in the flattened matrix, ascending."""
-        return packed_bits.indices(self.bits, math.prod(self.shape))
-
-    @property
-    def stored(self) -> int:
-        """The length of the parameter in DeepSpeed's files."""
-        return stored_length(len(self.positions))
-
-    def digest(self) -> int:
-        """Return the digest of the mask of these weights, which the checkpoint's client_state has too."""
-        mask = LayerMask(Shard.whole(self.name, self.shape), torch.device("cpu"))
-        mask.set_bits(self.bits, len(self.positions))
-        return mask.digest()
-
-    def between(self, start: int, end: int) -> tuple[int, int]:
-        """Return which values [first, last) stand in the range [start, end) of the flattened matrix."""
-        first, last = torch.searchsorted(self.positions, torch.tensor([start, end])).tolist()
-        return first, last
+def digest_of(index: CompactIndex) -> int:
+    """Return the digest of the mask of these weights, which the checkpoint's client_state has too."""
+    mask = LayerMask(Shard.whole(index.name, index.shape), torch.device("cpu"))
+    mask.set_flags(index.flags(), index.count)
+    return mask.digest()
 
 
 def file_of(checkpoint: Path, stage: int = 0) -> Path:
@@ -76,7 +52,7 @@ def remove(checkpoint: Path) -> None:
 def save(checkpoint: Path, indexes: Sequence[CompactIndex], stage: int = 0, stages: int = 1) -> None:
     """Write the indexes of a model, or of a stage of its pipeline; one rank does."""
     path = file_of(checkpoint, stage)
-    tensors = {index.name: _bits_of(index) for index in indexes}
+    tensors = {index.name: packed_bits.pack(index.flags().cpu()) for index in indexes}
     shapes = {index.name: list(index.shape) for index in indexes}
     head: dict[str, Any] = {"format": FORMAT, "shapes": shapes}
     if stages > 1:
@@ -87,7 +63,7 @@ def save(checkpoint: Path, indexes: Sequence[CompactIndex], stage: int = 0, stag
         raise OSError(f"cannot write {path}: {error}") from None
 
 
-def read(checkpoint: Path) -> dict[str, StoredIndex]:
+def read(checkpoint: Path) -> dict[str, CompactIndex]:
     """Return the indexes of a checkpoint's compact parameters by name; {} if it has none.
 
     Raises:
@@ -105,7 +81,7 @@ def read(checkpoint: Path) -> dict[str, StoredIndex]:
     return found
 
 
-def _read(path: Path, stage: int) -> tuple[dict[str, StoredIndex], int]:
+def _read(path: Path, stage: int) -> tuple[dict[str, CompactIndex], int]:
     """Return the indexes in a file, and the number of files."""
     try:
         with safe_open(path, framework="pt") as file:
@@ -124,18 +100,12 @@ def _read(path: Path, stage: int) -> tuple[dict[str, StoredIndex], int]:
     if head.get("stage", 0) != stage:
         raise Damaged(f"{path} is the file of stage {head.get('stage', 0)}: it was renamed or copied from elsewhere")
     try:
-        shapes = {name: tuple(int(side) for side in shape) for name, shape in head["shapes"].items()}
-        for name, shape in shapes.items():
-            bits = tensors[name]
+        found = {}
+        for name, sides in head["shapes"].items():
+            bits, shape = tensors[name], tuple(int(side) for side in sides)
             if bits.dtype != torch.uint8 or bits.numel() != packed_bits.byte_count(math.prod(shape)):
                 raise ValueError(f"{name} has {bits.numel()} values of {bits.dtype} for a matrix of {shape}")
-        found = {name: StoredIndex(name, shape, tensors[name]) for name, shape in shapes.items()}
+            found[name] = CompactIndex(name, shape, packed_bits.indices(bits, math.prod(shape)))
         return found, int(head.get("stages", 1))
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise Damaged(f"{path} is damaged ({error!r})") from None
-
-
-def _bits_of(index: CompactIndex) -> Tensor:
-    flags = torch.zeros(index.numel, dtype=torch.bool)
-    flags[index.positions.cpu().long()] = True
-    return packed_bits.pack(flags)

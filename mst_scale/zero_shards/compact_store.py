@@ -19,8 +19,9 @@ import torch
 from torch import Tensor, nn
 
 from mst_scale.shard import Cut, Shard
+from mst_scale.sparse_linear.compact_index import CompactIndex
 from mst_scale.zero_shards.borders import Sections, need
-from mst_scale.zero_shards.compact_index import CompactIndex, index_of, is_compact
+from mst_scale.zero_shards.compact_index import index_of, is_compact
 from mst_scale.zero_shards.dense_store import DenseStore, dense_store
 from mst_scale.zero_shards.groups import groups_of, tied_groups
 from mst_scale.zero_shards.step import NamedCollectives
@@ -218,10 +219,8 @@ class CompactStore:
 
     def _in_slice(self, i: int, device: torch.device) -> tuple[Tensor, int, int]:
         """Return the index, and the start and end of the part of it in this rank's slice of the matrix."""
-        part, positions = self.slices[i], self._index(i).positions.to(device)
-        ends = torch.tensor([part.start, part.start + part.length], dtype=positions.dtype, device=device)
-        first, last = torch.searchsorted(positions, ends).tolist()
-        return positions, first, last
+        part, index = self.slices[i], self._index(i)
+        return index.positions.to(device), *index.between(part.start, part.start + part.length)
 
     def _index(self, i: int) -> CompactIndex:
         index = self.index[i]

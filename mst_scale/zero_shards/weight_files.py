@@ -35,8 +35,8 @@ from mst_scale.comm import Damaged
 from mst_scale.errors import UserError
 from mst_scale.mixed_growing import packed_bits
 from mst_scale.shard import Cut, Shard
+from mst_scale.sparse_linear.compact_index import CompactIndex
 from mst_scale.zero_shards import compact_files, safe_load
-from mst_scale.zero_shards.compact_files import StoredIndex
 from mst_scale.zero_shards.logical import Layout, layout_of_file
 from mst_scale.zero_shards.put_weights import FP32
 
@@ -61,7 +61,7 @@ class Weights:
 
     shapes: dict[str, tuple[int, ...]]
     parts: dict[str, list[Part]]
-    compact: dict[str, StoredIndex] = field(default_factory=dict, kw_only=True)
+    compact: dict[str, CompactIndex] = field(default_factory=dict, kw_only=True)
     """Of parameters whose parts are shards of a vector of values; for readers they are matrices."""
 
     def read(self, name: str) -> torch.Tensor:
@@ -78,7 +78,7 @@ class Weights:
         index = self.compact.get(shard.name)
         return self._stored(shard) if index is None else self._expanded(shard, index)
 
-    def _expanded(self, shard: Shard, index: StoredIndex) -> torch.Tensor:
+    def _expanded(self, shard: Shard, index: CompactIndex) -> torch.Tensor:
         """Return a shard of a compact parameter's matrix."""
         if (start := shard.in_a_row) is None:
             whole = self._expanded(Shard.whole(shard.name, index.shape), index)
@@ -86,7 +86,7 @@ class Weights:
         first, last = index.between(start, start + shard.length)
         values = torch.zeros(shard.length)
         stored = Shard(shard.name, Cut.whole((index.stored,)), first, last - first)
-        return values.scatter_(0, index.positions[first:last] - start, self._stored(stored))
+        return values.scatter_(0, index.positions[first:last].long() - start, self._stored(stored))
 
     def _stored(self, shard: Shard) -> torch.Tensor:
         values = torch.empty(shard.length)
@@ -150,7 +150,7 @@ def states_of(checkpoint: Path, keys: Iterable[str]) -> dict[str, Weights]:
     saved = opened(model_files(checkpoint)[0][0]).get("mst") if compact else None
     digests = dict(zip(saved["names"], saved["digests"], strict=True)) if saved else {}
     for name, index in compact.items():
-        if index.digest() != digests.get(name):
+        if compact_files.digest_of(index) != digests.get(name):
             raise Damaged(
                 f"{checkpoint}: the index of {name} ({compact_files.FOLDER}/{compact_files.NAMES}) belongs to another "
                 "checkpoint: copy this checkpoint again as a whole"

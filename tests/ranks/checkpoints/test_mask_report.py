@@ -20,12 +20,11 @@ MICRO = 6  # micro-batches a step, shared by 1, 2 or 3 ranks
 
 def sealed(folder, flags=None, ranks=2, **changes):
     """A checkpoint as `pretrain` leaves it: mask files and a manifest."""
-    draft = folder.with_name(folder.name + ".partial")
-    draft.mkdir(parents=True)
-    (draft / "mp_rank_00_model_states.pt").write_text("weights")
-    if flags is not None:
-        save(draft, flags, even(ranks), **changes)
-    store.seal_alone(draft, folder, {"tag": folder.name, "step": changes.get("step", 40)})
+    with store.draft_of(folder) as draft:
+        (draft / "mp_rank_00_model_states.pt").write_text("weights")
+        if flags is not None:
+            save(draft, flags, even(ranks), **changes)
+        store.seal_alone(draft, {"tag": folder.name, "step": changes.get("step", 40)})
     return folder
 
 

@@ -150,9 +150,8 @@ def cut_short(option, *words, **blocks):
 
     def make(folder):
         argv = arguments(folder, option, str(folder / "small"), *words, **blocks)
-        saved = folder / "small" / "checkpoints"
-        (saved / "draft").mkdir(parents=True)
-        store.seal_alone(saved / "draft", saved / "step00000002", {"step": 2})
+        with store.draft_of(folder / "small" / "checkpoints" / "step00000002") as draft:
+            store.seal_alone(draft, {"step": 2})
         (folder / "small" / "config.json").write_text('{"model": {"n_la')
         return argv
 

@@ -8,7 +8,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from mst_scale.errors import UserError
 from mst_scale.models.cross_entropy import cross_entropy
 from mst_scale.sparse_linear import cpu
-from mst_scale.sparse_linear.compact import compact_cross_entropy, compact_linear, products_of
+from mst_scale.sparse_linear.compact import compact_cross_entropy, compact_linear
 from mst_scale.zero_shards import CompactIndex
 from tests.unit.sparse_linear.test_backends import SHAPES, assert_close, case
 
@@ -93,25 +93,6 @@ def test_no_dense_matrix_exists(dtype):
     with Largest() as largest:
         torch.autograd.grad(compact_linear(leaves[0], leaves[1], index, leaves[2]), leaves, dy)
     assert largest.numel == index.count
-
-
-@pytest.mark.parametrize("across", [False, True])
-def test_products_of_positions(across):
-    active, x, weight, _, _ = case(40, 30, 16, 0.8)
-    stored = active.T.contiguous() if across else active
-    products = products_of(stored.view(-1).nonzero().view(-1), stored.shape, across)
-    index = index_of(stored, across=across, backend="cpu")
-    values = (weight.T if across else weight)[stored]
-    assert torch.equal(products.forward(x, values), compact_linear(x, values, index))
-
-
-@pytest.mark.parametrize("across", [False, True])
-def test_without_a_compiler(across, monkeypatch):
-    monkeypatch.setattr(cpu, "why_not_compiled", lambda: "no compiler")
-    for dtype in (torch.float32, torch.bfloat16):
-        found, _ = compact_and_dense((70, 100, 33), dtype, across=across, backend="cpu")
-        exact = compact_and_dense((70, 100, 33), dtype, across=across)[1]
-        assert_close(found, [t.double() for t in exact], dtype, 100)
 
 
 @pytest.mark.parametrize("across", [False, True])
