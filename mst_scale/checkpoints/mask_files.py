@@ -258,30 +258,36 @@ def _with_masks(checkpoint: Path, state: Mapping[str, Any]) -> Path:
 def read_all(checkpoint: Path, wanted: Wanted | None = None) -> Masks:
     """Return the contents of all ranks' files, after checking that each is complete and all are of the same save.
 
-    With `wanted`, only rank 0's file and the files that hold some of these shards are read; otherwise each of a
-    thousand ranks would read a thousand files. Together the ranks read every file, and the digests of whole masks cover
-    them all.
+    With `wanted`, only rank 0's file and the files that hold some of these shards are read, and one file with each of
+    these parameters, even if this rank holds no part of it; otherwise each of a thousand ranks would read a thousand
+    files. Together the ranks read every file, and the digests of whole masks cover them all.
     """
     head, shards = read(file_of(checkpoint, 0))
-    ranks = [shards]
+    ranks, named = [shards], set(shards)
     for rank in range(1, head["files"]):
         path = file_of(checkpoint, rank)
-        if wanted is not None and not _holds(path, wanted):
+        if wanted is not None and not _holds(path, wanted, named):
             continue
         other, shards = read(path)
         if other != head:
             raise Damaged(f"{path} belongs to another run or step than {file_of(checkpoint, 0).name}")
         ranks.append(shards)
+        named |= shards.keys()
     return Masks(head, ranks)
 
 
-def _holds(path: Path, wanted: Wanted) -> bool:
-    """Return whether a file may hold some of these shards; a file with an unclear head is read, and then rejected."""
+def _holds(path: Path, wanted: Wanted, named: Collection[str]) -> bool:
+    """Return whether a file may hold some of these shards, or the first part of a parameter that is not in `named`.
+
+    A file with an unclear head is read, and then rejected.
+    """
     with _opened(path) as file:
         head = _said(file)
     try:
         entries = {name: head["layers"][name] for name in wanted if name in head["layers"]}
-        return any(wanted[name].overlaps(_shard(name, entry)) for name, entry in entries.items())
+        return any(
+            name not in named or wanted[name].overlaps(_shard(name, entry)) for name, entry in entries.items()
+        )
     except (KeyError, TypeError, ValueError):
         return True
 

@@ -117,6 +117,22 @@ def test_a_rank_reads_the_files_that_hold_its_slices_and_no_others(tmp_path, mon
     assert opened == ["rank_00000", "rank_00002", "rank_00003"]
 
 
+def test_files_of_a_pipeline_are_read_by_ranks_that_hold_no_part_of_some_parameters(tmp_path):
+    """Each stage has a file with its own parameters; ZeRO 1 and 2 give a rank nothing of most of them."""
+    flags = whole(1)
+    (state,) = states_of(flags, even(1))
+    head = mask_files.describe(state, STEP, state.gather_digests(), 2, UNITS)
+    for rank, names in enumerate((["a.weight"], ["b.weight", "c.weight"])):
+        of_stage = {name: flags[name] for name in names}
+        state.masks = masks_of(of_stage, [[0, mask.numel()] for mask in of_stage.values()], 0)
+        mask_files.write(tmp_path, state, rank, head)
+    for keeper in states_of(whole(2), [[0, 35, 35], [0, 0, 33], [0, 0, 4]]):
+        keeper.masks.load(mask_files.read_all(tmp_path, ranges(keeper)).ranks)
+        for mask, expected in zip(keeper.masks, flags.values(), strict=True):
+            assert mask.active == int(expected.sum())
+            assert torch.equal(mask.flags(), expected[mask.shard.start : mask.shard.stop])
+
+
 def test_restore_takes_masks_steps_and_digests(tmp_path):
     state = save(tmp_path, whole(1), even(3))
     (keeper,) = states_of(whole(2), even(1))

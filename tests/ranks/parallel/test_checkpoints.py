@@ -136,7 +136,8 @@ MODEL = {"n_layer": 2, "n_head": 4}
 
 def config_of(layout: Layout) -> dict[str, Any]:
     sizes = {"tensor_parallel": {"autotp_size": layout.tensor}, "pipeline": {"stages": layout.pipeline}}
-    return {**sizes, "zero_optimization": {"stage": layout.stage}, "model": MODEL, "mst": MST}
+    mst = {**MST, "targets": {"lm_head": False}}  # so that every stage has masks that no other has
+    return {**sizes, "zero_optimization": {"stage": layout.stage}, "model": MODEL, "mst": mst}
 
 
 @pytest.mark.parametrize(
@@ -145,6 +146,7 @@ def config_of(layout: Layout) -> dict[str, Any]:
         (Layout(tensor=2, data=2, stage=2), Layout(stage=1)),
         (Layout(stage=1), Layout(tensor=2, pipeline=2, stage=1)),
         (Layout(pipeline=2, stage=1), Layout(tensor=2, data=2, stage=3)),
+        (Layout(pipeline=2, stage=1), Layout(data=2, stage=2)),
     ],
     ids=str,
 )
