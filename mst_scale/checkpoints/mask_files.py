@@ -285,9 +285,7 @@ def _holds(path: Path, wanted: Wanted, named: Collection[str]) -> bool:
         head = _said(file)
     try:
         entries = {name: head["layers"][name] for name in wanted if name in head["layers"]}
-        return any(
-            name not in named or wanted[name].overlaps(_shard(name, entry)) for name, entry in entries.items()
-        )
+        return any(name not in named or wanted[name].overlaps(_shard(name, entry)) for name, entry in entries.items())
     except (KeyError, TypeError, ValueError):
         return True
 

@@ -87,8 +87,8 @@ def _check_separate_groups(experiment: Experiment) -> None:
         )
     if experiment.mst.masks is not None or experiment.mst.function is not None:
         raise UserError(
-            "training.sparse_rate and training.sparse_decay depend on the target sparsity of masks, but method "
-            f"{experiment.mst.method} has no schedule of masks: leave them out"
+            "training.sparse_rate and training.sparse_decay follow the target sparsity of masks, which does not "
+            f"describe the weights of method {experiment.mst.method}: leave them out"
         )
     if experiment.training.sparse_decay != 1 and "weight_decay" not in optimizer.get("params", {}):
         raise UserError("training.sparse_decay is a multiple of optimizer.params.weight_decay: set that too")

@@ -144,6 +144,11 @@ class MSTConfig:
         if self.grow_from is not None and self.growth is None:
             raise UserError(f"mst.grow_from is for methods expand, ligo and stack, not for {self.method}: leave it out")
         function, variation = self.function, self.sparsity.variation
+        if function is not None and self.stays_dense and self.topology.granularity != "element":
+            raise UserError(
+                f"method {self.method} computes weights and has no masks to make of blocks or channels: leave "
+                "mst.topology.granularity out"
+            )
         if function is not None and variation not in function.variations:
             raise UserError(
                 f"mst.sparsity.variation = {variation} does not work with method {self.method}: choose one of "

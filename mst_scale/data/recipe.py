@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import glob
+import gzip
 import importlib.util
 import os
 import re
@@ -268,11 +269,13 @@ def _parquet(files: list[File], recipe: Recipe) -> Source:
 
 def _streamed_files(files: list[File], builder: str, recipe: Recipe) -> Source:
     """Compressed JSON lines, JSON, CSV, Arrow: one file after the other, as `datasets` understands them."""
+    # pandas would read NA and null as missing, and 007 as a number
+    options = {"converters": {recipe.text_key: str}, "na_filter": False} if builder == "csv" else {}
 
     def batches() -> Batches:
         for name in (str(file.path) for file in files):
             with _datasets(name) as datasets:
-                table = datasets.load_dataset(builder, data_files=[name], split="train", streaming=True)
+                table = datasets.load_dataset(builder, data_files=[name], split="train", streaming=True, **options)
             for texts in _column(table, name, recipe.text_key):
                 yield None, texts
 
@@ -393,7 +396,9 @@ def _explained(name: str, error: Exception) -> Exception:
         )
     if "scripts are no longer supported" in message:
         return UserError(f"{name!r} is a script on the hub; read its Parquet copy: revision refs/convert/parquet")
-    if isinstance(error, OSError) and not isinstance(error, FileNotFoundError):
+    if isinstance(error, KeyError):  # of the columns of a stream, which are not known before
+        return UserError(f"{name!r} has no column {message}: name a text_key")
+    if isinstance(error, OSError) and not isinstance(error, FileNotFoundError | gzip.BadGzipFile):
         return OSError(f"reading {name!r} failed: {kind}: {message}")
     return UserError(f"{name!r} cannot be read: {kind}: {message}")
 

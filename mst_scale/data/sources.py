@@ -70,20 +70,23 @@ LINE_START: Places = (re.compile(rb"(?<=\n)(?=\S)"), re.compile(rb"(?<=\n)(?=.)"
 
 
 def cut(window: bytes, places: Places = SEAM) -> int:
-    """Return where to end a piece: an offset 0 < n < len(window) into text that continues after its last byte."""
+    """Return where to end a piece: an offset n < len(window) into text that continues after its last byte.
+
+    It is 0 only if the window is shorter than its first character.
+    """
     assert len(window) > 1
     for place in places:
         offsets = [match.start() for match in place.finditer(window)]
         if offsets:
             return offsets[-1]
     end = len(window) - 1
-    while end > 1 and window[end] & 0xC0 == 0x80:  # a byte that continues a UTF-8 character
+    while end > 0 and window[end] & 0xC0 == 0x80:  # a byte that continues a UTF-8 character
         end -= 1
     return end
 
 
 def _cut_file(handle: BinaryIO, start: int, target: int, places: Places = SEAM) -> int:
-    """Return the same for a file: the end, in (start, target], of the piece that begins at `start`."""
+    """Return the same for a file: the end, in [start, target], of the piece that begins at `start`."""
     begin = max(start, target - WINDOW)
     handle.seek(begin)
     return begin + cut(handle.read(target + 1 - begin), places)
@@ -175,10 +178,10 @@ def text_files(
 
 def _file_pieces(file: File, size: int, val_size: int) -> Iterator[Piece]:
     with open(file.path, "rb") as handle:
-        if 1 < size < file.size:
+        if 0 < size < file.size:
             size = _cut_file(handle, 0, size, LINE_START)
         border = min(size, max(0, size - val_size))
-        if 1 < border < size:
+        if 0 < border < size:
             border = _cut_file(handle, 0, border, LINE_START)
         for split, first, last in ((TRAIN, 0, border), (VAL, border, size)):
             start = first
@@ -193,7 +196,8 @@ def _file_pieces(file: File, size: int, val_size: int) -> Iterator[Piece]:
                         f"{file.path}: byte {start + error.start} is not UTF-8; convert it (iconv -t utf-8) or leave "
                         "it out"
                     ) from None
-                yield Piece(split, text, stop == last, stop - start)
+                if text:  # the file has more than a byte order mark
+                    yield Piece(split, text, stop == last, stop - start)
                 start = stop
 
 
@@ -232,6 +236,8 @@ def _text_of_line(line: bytes, path: Path, at: int, text_key: str) -> str | None
         return None
     try:
         row = json.loads(line)
+    except UnicodeDecodeError:
+        raise UserError(f"{path}: the line at byte {at} is not UTF-8; convert the file (iconv -t utf-8)") from None
     except (ValueError, RecursionError):
         raise UserError(f"{path}: the line at byte {at} is not JSON; every line must be one object") from None
     if not isinstance(row, dict):

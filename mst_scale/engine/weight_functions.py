@@ -7,7 +7,7 @@ weights with which it ends, are computed by one rank and sent to the ranks that 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -39,10 +39,14 @@ class LayerFunction:
     function: WeightFunction
     kept: int
     scale: float
-    share: Callable[[], float]
-    """Of a step's pull that falls to one backward pass, in the size that gradients have there."""
-    pulls: int = 0
+    scale_of_pass: Callable[[], float]
+    """What the pull is multiplied by if it is divided among the micro-batches of a step."""
+    due: Callable[[int], int]
+    """To how many micro-batches' share of the pull a pass adds up, given how many have been added in this step."""
+    passes: int = 0
     """Backward passes since the last step."""
+    added: int = 0
+    """Micro-batches' shares of the pull that they have added."""
 
     def weight(self, stored: torch.Tensor) -> torch.Tensor:
         """Return the weight that products use in place of the stored tensor."""
@@ -72,8 +76,10 @@ class Pulled(torch.autograd.Function):
         pull = layer.function.pull(stored, layer.kept, layer.scale)
         if pull is None:
             return gradients[0], None
-        layer.pulls += 1
-        return gradients[0] + layer.share() * pull, None
+        due = layer.due(layer.added)
+        layer.passes += 1
+        layer.added += due
+        return gradients[0] + due * layer.scale_of_pass() * pull, None
 
 
 class WeightFunctions(Component, Criteria):
@@ -115,7 +121,8 @@ class WeightFunctions(Component, Criteria):
         groups = zero_shards.groups_of(engine)
         self.zero, self.replicas = Exchange(groups.zero, engine.device), groups.replicas
         self.layers = {
-            name: LayerFunction(function, math.prod(shape), 1.0, self._share) for name, shape in self.shapes.items()
+            name: LayerFunction(function, math.prod(shape), 1.0, self._scale_of_pass, self._due)
+            for name, shape in self.shapes.items()
         }
         self.products: dict[str, Product] = {}
         self.reseed = False
@@ -150,13 +157,13 @@ class WeightFunctions(Component, Criteria):
 
     @contextmanager
     def aside(self) -> Iterator[None]:
-        """Restore the number of backward passes that had a part of the pull."""
-        before = {name: layer.pulls for name, layer in self.layers.items()}
+        """Restore the number of backward passes, and what they have added of the pull."""
+        before = {name: (layer.passes, layer.added) for name, layer in self.layers.items()}
         try:
             yield
         finally:
             for name, layer in self.layers.items():
-                layer.pulls = before[name]
+                layer.passes, layer.added = before[name]
 
     def before_update(self) -> None:
         self._seed_moments()
@@ -188,24 +195,30 @@ class WeightFunctions(Component, Criteria):
             layer.kept = kept.get(name, layer.kept)
             self.products[name].function = layer if holds else None
 
-    def _share(self) -> float:
+    def _scale_of_pass(self) -> float:
         return zero_shards.loss_scale(self.engine) / zero_shards.passes_of_a_step(self.engine)
+
+    def _due(self, added: int) -> int:
+        """Return the shares that a pass adds; the last micro-batch adds what is left, because a step may have fewer."""
+        last = self.engine.is_gradient_accumulation_boundary()
+        return max(0, int(self.engine.gradient_accumulation_steps()) - added) if last else 1
 
     def _forget_pulls(self) -> None:
         """Forget the backward passes of a step that the loop leaves out."""
         for layer in self.layers.values():
-            layer.pulls = 0
+            layer.passes = layer.added = 0
 
     def _check_pulls(self) -> None:
-        """Check that each layer has one backward pass per micro-batch of the step that is about to be taken."""
+        """Check that the passes through each layer have added its pull once to the step that is about to be taken."""
+        accumulation = self.engine.gradient_accumulation_steps()
         for name, layer in self.layers.items():
-            if layer.pulls not in (0, self.engine.gradient_accumulation_steps()):
+            if layer.passes and (layer.passes > accumulation or layer.added != accumulation):
                 raise UserError(
-                    f"method {self.method}: {layer.pulls} backward passes went through {name} in a step of "
-                    f"{self.engine.gradient_accumulation_steps()} micro-batches, so the method's regularization would "
-                    "be applied too often: exclude a weight that is used several times with mst.targets.exclude"
+                    f"method {self.method}: {layer.passes} backward passes went through {name} in a step of "
+                    f"{accumulation} micro-batches, so the method's regularization would not be applied once: exclude "
+                    "a weight that is not used exactly once per micro-batch with mst.targets.exclude"
                 )
-            layer.pulls = 0
+        self._forget_pulls()
 
     def _kept(self) -> dict[str, int]:
         sparsity = 0.0 if self.function.elementwise else self.schedule.at(self._step).sparsity
@@ -305,6 +318,15 @@ class WeightFunctions(Component, Criteria):
         return slope
 
     # --- what others read ---
+
+    def multiplied(self, state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Return a model's state dict of whole tensors with the weights of layers in place of what they store."""
+        found = dict(state)
+        for name in found.keys() & self.layers.keys() if self.hold_at(self._step) else ():
+            layer, stored = self.layers[name], found[name]
+            with torch.no_grad():
+                found[name] = self.function.weight(stored.float(), layer.kept, layer.scale).to(stored.dtype)
+        return found
 
     def densities(self) -> dict[str, float]:
         """Return the FLOPs of the layers' products divided by those of dense products."""

@@ -144,6 +144,7 @@ def integrate(mst: dict[str, Any] | None = None, steps: int | None = None) -> No
 
     deepspeed.initialize = initialize
     when_imported("accelerate.state", _reject_cpu_processes)
+    when_imported("accelerate.utils.dataclasses", _leave_our_blocks)
     when_imported("transformers.trainer", lambda module: _install_trainer(module, integration))
     atexit.register(integration.warn_if_unused)
     _print_usage_errors_in_one_line(integration)
@@ -259,6 +260,25 @@ def _reject_cpu_processes(module: Any) -> None:
 
     with_check.rejects_cpu_processes = True  # type: ignore[attr-defined]
     state.__init__ = with_check
+
+
+def _leave_our_blocks(module: Any) -> None:
+    """Wrap `DeepSpeedPlugin.fill_match` of `module`, which is accelerate.utils.dataclasses, to leave our blocks alone.
+
+    Accelerate fills in each value "auto", and rejects those that it does not know.
+    """
+    plugin = module.DeepSpeedPlugin
+    fill = plugin.fill_match
+    if getattr(fill, "leaves_our_blocks", False):
+        return
+
+    @functools.wraps(fill)
+    def fill_match(self: Any, ds_key_long: str, *given: Any, **named: Any) -> None:
+        if ds_key_long.partition(".")[0] not in BLOCKS:
+            fill(self, ds_key_long, *given, **named)
+
+    fill_match.leaves_our_blocks = True  # type: ignore[attr-defined]
+    plugin.fill_match = fill_match
 
 
 def _validate_processes(state: Any, cpu: bool) -> None:

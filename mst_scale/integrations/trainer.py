@@ -1,7 +1,8 @@
 """Integrates with transformers' Trainer: reads its number of steps, and logs sparsity and FLOPs.
 
-Two functions of transformers.trainer are wrapped: `Trainer.train` gets our callback, and is rejected without DeepSpeed;
-`deepspeed_init` passes on the number of steps before the engine is created.
+Functions of transformers.trainer are wrapped: `Trainer.train` gets our callback, and is rejected without DeepSpeed;
+`deepspeed_init` passes on the number of steps before the engine is created; `deepspeed_load_checkpoint` waits for saves
+in the background; `Trainer._save` writes the weights that layers multiply by.
 """
 
 from __future__ import annotations
@@ -41,8 +42,9 @@ class Request:
 
 
 def install(module: Any, integration: Integration) -> None:
-    """Wrap the two functions of `module`, which is transformers.trainer."""
+    """Wrap functions of `module`, which is transformers.trainer."""
     train, init, load = module.Trainer.train, module.deepspeed_init, module.deepspeed_load_checkpoint
+    save = module.Trainer._save
     order = inspect.signature(train)
 
     @functools.wraps(train)
@@ -77,12 +79,17 @@ def install(module: Any, integration: Integration) -> None:
                     "next one is written: set save_total_limit to 2 or more"
                 )
             integration.trainer = Request(num_training_steps, args.seed, Path(args.output_dir), bool(args.disable_tqdm))
-            if (config.get("training") or {}).get("steps") == "auto":
-                del config["training"]["steps"]  # Accelerate rejects an "auto" that it does not know
         return init(trainer, num_training_steps, inference)
 
+    @functools.wraps(save)
+    def with_weights(trainer: Any, output_dir: str | None = None, state_dict: Any = None) -> None:
+        engine = integration.made() if integration.made is not None else None
+        if state_dict and engine is not None and engine is trainer.deepspeed and engine.mst.functions is not None:
+            state_dict = engine.mst.functions.multiplied(state_dict)
+        save(trainer, output_dir, state_dict)
+
     module.Trainer.train, module.deepspeed_init = with_callback, with_length
-    module.deepspeed_load_checkpoint = after_saves
+    module.deepspeed_load_checkpoint, module.Trainer._save = after_saves, with_weights
 
 
 def _wait_for_saves(integration: Integration) -> None:

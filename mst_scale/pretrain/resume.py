@@ -216,9 +216,12 @@ def _make_copy(source: Path, mismatch: str) -> float:
 
     try:
         return reshape(source).seconds
-    except (UserError, Damaged, OSError) as error:
-        kind = UserError if isinstance(error, UserError) else OSError
-        raise kind(
+    except UserError as error:  # what the run has cannot be moved
+        raise UserError(
+            f"{mismatch}, and no copy can be created ({error}): start on the same number of ranks as before"
+        ) from None
+    except (Damaged, OSError) as error:
+        raise OSError(
             f"{mismatch}, and creating a copy failed ({error}): start on the same number of ranks as before, or create "
             f"a copy elsewhere with mst reshape {source} OUT"
         ) from None

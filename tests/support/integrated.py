@@ -55,6 +55,7 @@ MST = {
     "topology": {"interval": 2},
     "targets": {"lm_head": False},
     "attention": {"pattern": "strided", "stride": 4},
+    "compute": {"backend": "auto"},  # which is not Accelerate's to fill in
 }
 
 

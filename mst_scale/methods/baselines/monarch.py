@@ -48,10 +48,16 @@ class Monarch(WeightFunction):
         return b, max(1, min(shape) // b**2)
 
     def unsupported_reason(self, shape: tuple[int, ...], device: str, dtype: dtype) -> str | None:
-        if self.sizes(shape)[0] == 1 or self.density(shape, 1.0) >= 1:
+        pieces = self.sizes(shape)[0]
+        if pieces == 1:
             return (
                 f"{shape[0]} × {shape[1]} weights cannot be divided into 2 to {self.blocks} equal pieces each way: use "
                 "mst.targets.exclude"
+            )
+        if self.density(shape, 1.0) >= 1:
+            return (
+                f"{shape[0]} × {shape[1]} weights in {pieces} × {pieces} pieces have factors as large as the matrix: "
+                "use a larger mst.options.blocks, or mst.targets.exclude"
             )
         return None
 

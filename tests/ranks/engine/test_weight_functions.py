@@ -153,6 +153,30 @@ def test_what_pulls_at_weights_does_so_once_a_step(name, options):
         assert losses == pytest.approx(by_hand, rel=2e-3)
 
 
+def with_fewer_micro_batches(rank: int, world: int, name: str, options: dict):
+    """Two of four micro-batches, and a step of two with half of their loss: DeepSpeed divides by the usual number."""
+    found = []
+    for accumulation, factor in ((4, 1.0), (2, 0.5)):
+        raw = config(name, 1, world, "fp32", accumulation, options=options)
+        raw["train_micro_batch_size_per_gpu"], raw["train_batch_size"] = 1, accumulation * world
+        engine, *_ = mst_scale.initialize(model=model(), config=raw)
+        for step in range(TURN - 2):
+            for part in range(2):
+                engine.set_gradient_accumulation_boundary(part == 1)
+                engine.backward(factor * engine(*batch(step, 2 * rank + part, 4)))
+                engine.step()
+        found.append(weights(engine))
+    return found
+
+
+@pytest.mark.parametrize(("name", "options"), PULLS)
+def test_a_step_of_fewer_micro_batches_is_pulled_once_too(name, options):
+    """Trainer ends an epoch so."""
+    (short, full) = pool.run(with_fewer_micro_batches, 1, name, options)[0]
+    for found, expected in zip(short, full, strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
+
+
 class Twice(torch.nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -228,6 +228,29 @@ def used(rank, world, folder, stage):
     return partitioned, best, step, (masks, zeros), (loss, history), made.shape[1], (there, here)
 
 
+def saved_functions(rank, world, folder, stage, method):
+    """Three micro-batches per epoch, two in a step; then the loss of the model here and of the folder."""
+    from transformers import AutoModelForCausalLM, Trainer
+
+    with opened():
+        block = {"method": method, "sparsity": {"variation": "sparse", "max": 0.5}, "attention": {"pattern": "dense"}}
+        args = arguments(f"{folder}/out", deepspeed_config(stage, block), max_steps=5, per_device_eval_batch_size=4)
+        trainer = Trainer(model("llama"), args, train_dataset=Words(20), eval_dataset=Words(8))
+        trainer.train()
+        trainer.save_model(f"{folder}/saved")
+        batch = {key: value[None] for key, value in Words()[0].items()}
+        with torch.no_grad():
+            here = float(trainer.model(**batch).loss)
+        torch.distributed.barrier()
+    return here, float(AutoModelForCausalLM.from_pretrained(f"{folder}/saved")(**batch).loss.detach())
+
+
+@pytest.mark.parametrize(("stage", "method"), [(1, "sr-ste"), (3, "spartan")])
+def test_a_saved_model_has_the_weights_of_a_function_and_not_what_it_stores(tmp_path, stage, method):
+    for here, there in pool.run(saved_functions, 2, str(tmp_path), stage, method):
+        assert there == pytest.approx(here, abs=1e-6)
+
+
 @pytest.mark.parametrize("stage", [2, 3])
 def test_common_uses_around_training(tmp_path, stage):
     found = pool.run(used, 2, str(tmp_path), stage)

@@ -264,6 +264,15 @@ def test_other_kinds_go_through_datasets(tmp_path: Path, kind: str):
     assert got == {"val": texts[::10], "train": [text for n, text in enumerate(texts) if n % 10]}
 
 
+def test_the_text_of_a_csv_is_what_stands_there(tmp_path: Path):
+    texts = ["NA", "null", "None", "nan", "007", "1e3", "hello"]
+    (tmp_path / "a.csv").write_text("id,text\n" + "".join(f'{n},"{text}"\n' for n, text in enumerate(texts)))
+    got = read(tmp_path / "a.csv", val_fraction=0.5)
+    assert sorted(got["train"] + got["val"]) == sorted(texts)
+    with pytest.raises(UserError, match="no column 'body'"):
+        read(tmp_path / "a.csv", text_key="body")
+
+
 def saved(folder: Path, texts: list[str]) -> Path:
     datasets.disable_progress_bars()
     datasets.Dataset.from_dict({"id": range(len(texts)), "text": texts}).save_to_disk(folder)
@@ -427,6 +436,27 @@ def test_defaults_are_the_sources():
     assert (Recipe("a.txt").tokenizer, Recipe("a.txt").val_fraction) == ("gpt2", 0.01)
     assert Recipe(["a.txt"]).identity() == Recipe("a.txt").identity()
     assert Recipe(["b.txt", "a.txt"]).paths == ["b.txt", "a.txt"]
+
+
+@pytest.mark.parametrize("mark", [b"", b"\xef\xbb\xbf"], ids=["", "BOM"])
+@pytest.mark.parametrize("recipe", [{"val_fraction": share / 10} for share in (2, 4, 6, 8)]
+                         + [{"max_bytes": limit, "val_fraction": 0.5} for limit in range(6, 14)], ids=str)  # fmt: skip
+def test_a_border_in_a_files_first_character_cuts_before_it(tmp_path: Path, recipe: dict, mark: bytes):
+    text = "\u65e5\u672c"  # three bytes each
+    for name in ("a.txt", "b.txt"):
+        (tmp_path / name).write_bytes(mark + text.encode())
+    got = read(str(tmp_path / "*.txt"), **recipe)
+    for document in got["train"] + got["val"]:
+        assert document and document in text
+
+
+def test_what_is_not_utf_8_is_called_so(tmp_path: Path):
+    (tmp_path / "a.jsonl").write_bytes(b'{"text": "caf\xe9"}\n')
+    with pytest.raises(UserError, match="not UTF-8"):
+        read(tmp_path / "a.jsonl")
+    (tmp_path / "b.jsonl.gz").write_bytes(b"hello")
+    with pytest.raises(UserError, match="gzip"):
+        read(tmp_path / "b.jsonl.gz")
 
 
 def test_random_bytes_as_text_are_rejected_and_not_repaired(tmp_path: Path):
