@@ -3,7 +3,7 @@
     python -m mst_scale.benchmarks.studies.averaged --deepspeed_config FILE --out DIR …    as mst_scale.pretrain
 
 After every optimizer step, the average a of a weight w becomes a + (1 - decay) (w - a). It begins at the weights with
-which this process begins. Training itself does not change.
+which the process begins: those of the first step, or of the checkpoint of a trunk. Training itself does not change.
 """
 
 from __future__ import annotations
@@ -73,8 +73,10 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    from mst_scale.benchmarks.studies import averaged  # checkpoints name its classes, and not those of __main__
+
     try:
-        main()
+        averaged.main()
     except SystemExit as finished:
         comm.leave(finished.code)
     comm.leave(0)
