@@ -124,9 +124,11 @@ def parse(cls: type[Block], values: Any, path: str, where: str) -> Block:
         raise UserError(f"{where}: {path} must be an object, not {format_value(values)}")
     known, adapter = _adapter(typing.cast(Any, cls), path)
     try:
-        return typing.cast(Block, adapter.validate_python(values))
+        made = typing.cast(Block, adapter.validate_python(values))
     except ValidationError as error:
         raise UserError(f"{where}: {_format(error, known, path)}") from None
+    # an object of the block made of a plain dataclass could not be pickled
+    return made if known is cls else cls(**{name: getattr(made, name) for name in fields_of(known)})
 
 
 @cache

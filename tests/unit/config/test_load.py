@@ -1,5 +1,7 @@
 import copy
 import json
+import pickle
+from dataclasses import dataclass
 
 import pytest
 
@@ -9,6 +11,7 @@ from mst_scale.config.deepspeed import batch_shape, precision_of
 from mst_scale.config.presets import ready_configs
 from mst_scale.errors import UserError
 from mst_scale.flops.ledger import forecast
+from mst_scale.validation import parse
 
 READY = list(ready_configs().values())
 MINIMAL = {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}}
@@ -293,3 +296,22 @@ def test_a_run_too_short_for_a_warm_up_is_named():
 
     assert "phase warmup (steps 0 to 21)" in said(300)
     assert said(3000) is None and said(300, interval=5) is None
+
+
+@dataclass(frozen=True)
+class Plain:
+    """Options of a method of one's own."""
+
+    share: float = 0.5
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.share <= 1:
+            raise UserError("mst.options.share must lie in [0, 1]")
+
+
+def test_options_in_a_plain_dataclass_are_validated_and_can_be_sent_to_other_ranks():
+    made = parse(Plain, {"share": 0.25}, "mst.options", "config")
+    assert type(made) is Plain and pickle.loads(pickle.dumps(made)) == made == Plain(0.25)
+    for wrong in ({"shares": 0.25}, {"share": "a"}, {"share": 2}):
+        with pytest.raises(UserError, match=r"mst\.options\.share"):
+            parse(Plain, wrong, "mst.options", "config")
