@@ -139,8 +139,8 @@ def _adapter(cls: Any, path: str) -> tuple[Any, TypeAdapter[Any]]:
 
 
 def fields_of(cls: Any) -> Mapping[str, FieldInfo]:
-    """Return the fields of a block by name."""
-    return typing.cast(Mapping[str, FieldInfo], cls.__pydantic_fields__)
+    """Return the fields of a block, or of a plain dataclass, by name."""
+    return typing.cast(Mapping[str, FieldInfo], _adapter(cls, "")[0].__pydantic_fields__)
 
 
 def keys_of(cls: Any, path: str) -> Iterator[tuple[str, FieldInfo]]:

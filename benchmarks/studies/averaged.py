@@ -73,7 +73,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    from . import averaged  # checkpoints name its classes, and not those of __main__
+    from . import averaged  # noqa: PLW0406 (checkpoints name its classes, and not those of __main__)
 
     try:
         averaged.main()

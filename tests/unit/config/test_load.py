@@ -11,7 +11,7 @@ from mst_scale.config.deepspeed import batch_shape, precision_of
 from mst_scale.config.presets import ready_configs
 from mst_scale.errors import UserError
 from mst_scale.flops.ledger import forecast
-from mst_scale.validation import parse
+from mst_scale.validation import fields_of, parse
 
 READY = list(ready_configs().values())
 MINIMAL = {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}}
@@ -312,6 +312,7 @@ class Plain:
 def test_options_in_a_plain_dataclass_are_validated_and_can_be_sent_to_other_ranks():
     made = parse(Plain, {"share": 0.25}, "mst.options", "config")
     assert type(made) is Plain and pickle.loads(pickle.dumps(made)) == made == Plain(0.25)
+    assert list(fields_of(Plain)) == ["share"]
     for wrong in ({"shares": 0.25}, {"share": "a"}, {"share": 2}):
         with pytest.raises(UserError, match=r"mst\.options\.share"):
             parse(Plain, wrong, "mst.options", "config")
