@@ -50,11 +50,10 @@ FLAGS: dict[str, str] = {  # --old -> --new, in every command that has --new
 BENCHMARKS: dict[str, str] = {"observer": "logging_overhead", "rivals": "baselines"}  # `mst bench OLD` -> NEW
 
 
-def _warn(old: str, new: str) -> None:
-    # the frames in between belong to the import system and this file
-    warnings.warn(
-        f"{old} is now {new}; the old name will be removed in mst_scale 0.3", DeprecationWarning, stacklevel=4
-    )
+def _warn(old: str, new: str, stacklevel: int = 3) -> None:
+    """Warn in the name of the code that uses an old name; the warning leaves out frames of the import system."""
+    message = f"{old} is now {new}; the old name will be removed in mst_scale 0.3"
+    warnings.warn(message, DeprecationWarning, stacklevel=stacklevel)
 
 
 def renamed_arguments(**names: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
@@ -93,7 +92,7 @@ def renamed(module: str, name: str) -> Any:
     new = RENAMED.get((module, name))
     if new is None:
         raise AttributeError(f"module {module!r} has no attribute {name!r}")
-    _warn(f"{module}.{name}", f"{module}.{new}")
+    _warn(f"{module}.{name}", f"{module}.{new}", stacklevel=4)  # `__getattr__` of the module calls this
     return getattr(importlib.import_module(module), new)
 
 

@@ -12,6 +12,7 @@ import errno
 import importlib
 import os
 import sys
+import traceback
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -130,9 +131,13 @@ def main(argv: list[str] | None = None) -> int:
             _discard_output()
         if comm.several():
             comm.end(error)
-        if not comm.is_plain(error):
+        code = comm.exit_code(error)
+        if comm.is_plain(error):
+            return _fail(comm.one_line(error), code)
+        if code == 1:
             raise
-        return _fail(comm.one_line(error), comm.exit_code(error))
+        traceback.print_exception(error)  # MST_TRACEBACK=1
+        return code
 
 
 def _flush() -> None:

@@ -51,7 +51,9 @@ def add(subparsers: Any) -> None:
     option = command.add_argument
     option("--method", metavar="M", help="overrides mst.method")
     option(
-        "--match-flops", metavar="C", help="for dense-short: the config or folder of the run whose FLOPs it may spend"
+        "--match-flops",
+        metavar="C",
+        help="for dense-short: the config or folder of the run whose FLOPs it may spend (default: this one with mst)",
     )
     option(
         "--from",

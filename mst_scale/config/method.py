@@ -120,11 +120,6 @@ class MSTConfig:
     )
 
     def __post_init__(self) -> None:
-        if self.method == "dense-short" and self.like is None:
-            raise UserError(
-                "method dense-short trains as many dense steps as another run's FLOPs buy: name that run's config or "
-                "folder with --match-flops C, or as mst.like"
-            )
         if (self.method == "fixed") != (self.masks is not None):
             raise UserError(
                 f"mst.masks is only for method fixed: leave it out with method {self.method}, or choose method fixed"

@@ -242,7 +242,10 @@ def _text_of_line(line: bytes, path: Path, at: int, text_key: str) -> str | None
         raise UserError(f"{path}: the line at byte {at} is not JSON; every line must be one object") from None
     if not isinstance(row, dict):
         raise UserError(f"{path}: the line at byte {at} is not a JSON object like {{{text_key!r}: …}}")
-    if not isinstance(row.get(text_key, 0), str | None):
+    if not isinstance(row.get(text_key), str | None):
+        kind = type(row[text_key]).__name__
+        raise UserError(f"{path}: the line at byte {at} has {kind} under {text_key!r}, not text: name another text_key")
+    if text_key not in row:
         raise UserError(
             f"{path}: the line at byte {at} has no text under {text_key!r}; its keys are {', '.join(row)}: name the "
             "right one as text_key"

@@ -5,8 +5,8 @@ The FLOPs of a grown model before its first step are
     the FLOPs of the smaller run up to the checkpoint that is grown, including those before its own first step
     + the steps that train the growth: those of the larger dense model, and the products of the growth itself
 
-A run with method `dense-short` has the number of dense steps that takes the same FLOPs as the run `mst.like`. FLOPs are
-those of the metrics, in the paper's accounting.
+A run with method `dense-short` has the number of dense steps that takes the FLOPs of the run `mst.like`. If none is
+named, it matches this config with method `mst`. FLOPs are those of the metrics, in the paper's accounting.
 """
 
 from __future__ import annotations
@@ -70,24 +70,28 @@ def _spent(checkpoint: Path) -> tuple[int, dict[str, float]]:
 
 
 def shortened(experiment: Experiment, ranks: int = 1) -> Experiment:
-    """Return a `dense-short` experiment with the number of dense steps that takes the same FLOPs as the run `mst.like`.
+    """Return a `dense-short` experiment with the number of dense steps that takes the FLOPs of the run that it matches.
 
     Durations of the learning rate that are given in steps keep their fraction of the run. Other experiments are
-    returned unchanged.
+    returned unchanged. One that names no run becomes one of method `dense`: its steps are now its own.
     """
-    if experiment.mst.like is None:
+    if experiment.mst.method != "dense-short":
         return experiment
-    path = Path(experiment.mst.like)
-    like = load_of_run(path / "config.json") if path.is_dir() else load(path)
-    if like.mst.like is not None:
-        raise UserError(f"{path} is itself a dense-short run: give the config of the sparse run")
+    if experiment.mst.like is None:
+        name, like = "method mst", replace(experiment, mst=load({"mst": {"method": "mst"}}).mst)
+        experiment = replace(experiment, mst=replace(experiment.mst, method="dense"))
+    else:
+        path = Path(name := experiment.mst.like)
+        like = load_of_run(path / "config.json") if path.is_dir() else load(path)
+        if like.mst.method == "dense-short":
+            raise UserError(f"{path} is itself a dense-short run: give the config of the sparse run")
     sequences = global_batch(like.deepspeed, ranks)
     budget = like.training.steps * sequences * forecast(like, ranks=ranks).mean["paper"].total
     if like.mst.growth is not None and like.mst.grow_from is not None:
         budget += before(like, sequences).total["paper"]
     step = global_batch(experiment.deepspeed, ranks) * forecast(experiment, ranks=ranks).dense["paper"].total
     steps = max(1, round(budget / step))
-    logger.info("dense-short: %d dense steps take the same FLOPs as %d steps of %s", steps, like.training.steps, path)
+    logger.info("dense-short: %d dense steps take the same FLOPs as %d steps of %s", steps, like.training.steps, name)
     training = experiment.training
     durations = {name: getattr(training, name) for name in RATE_DURATIONS}
     in_steps = {name: duration for name, duration in durations.items() if isinstance(duration, int) and duration}

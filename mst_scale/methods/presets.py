@@ -61,7 +61,7 @@ PRESETS: dict[str, Method] = {
     "gd": _ablation("gradually less sparse, then dense", "gd"),
     # Dense training.
     "dense": Method("no weight is masked", DENSE),
-    "dense-short": Method("dense, for as many steps as the FLOPs of the run mst.like pay for", DENSE),
+    "dense-short": Method("dense, for as many steps as the FLOPs of mst.like, or of method mst, pay for", DENSE),
     "tiny": Method(
         "the paper's small dense model instead of the config's",
         DENSE,

@@ -101,7 +101,11 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
         help="a file, or the name of a ready-made config (gpt2_small)",
     )  # fmt: skip
     add("--method", metavar="M", help="dense, mst, rigl, static, …: overrides mst.method")
-    add("--match-flops", metavar="C", help="for dense-short: the config or folder of the run whose FLOPs it may spend")
+    add(
+        "--match-flops",
+        metavar="C",
+        help="for dense-short: the config or folder of the run whose FLOPs it may spend (default: this one with mst)",
+    )
     add("--data", metavar="DIR", help="a folder with train.bin and val.bin: overrides data.dir")
     add("--out", metavar="DIR", help="folder of the run's files (default: runs/<config>-<method>)")
     add("--steps", type=int, metavar="N", help="overrides training.steps; a wsd run can be extended")

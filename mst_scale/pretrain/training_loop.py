@@ -40,14 +40,19 @@ MARGIN = 0.05  # deviation from the target sparsity that rounding to whole weigh
 
 
 class StopRequest:
-    """Records whether this process has received SIGTERM or SIGUSR1, which ask the run to save and stop."""
+    """Records whether this process has received SIGTERM, SIGUSR1 or SIGINT, which ask the run to save and stop.
+
+    A second SIGINT (Ctrl-C) ends it at once.
+    """
 
     def __init__(self) -> None:
         self.asked = False
-        for name in (signal.SIGTERM, signal.SIGUSR1):
+        for name in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
             signal.signal(name, self._ask)
 
     def _ask(self, signum: int, frame: Any) -> None:
+        if signum == signal.SIGINT and self.asked:
+            raise KeyboardInterrupt
         self.asked = True
 
 

@@ -117,7 +117,6 @@ def test_ranks_that_share_a_model_share_its_batch(tmp_path, capsys):
     [
         (["--config", "nope.json"], "no such config file"),
         (["--config", CONFIG, "--method", "mts"], "the nearest is 'mst'"),
-        (["--config", CONFIG, "--method", "dense-short"], "--match-flops C"),
         (
             ["--config", CONFIG, "--method", "dense-short", "--match-flops", "nope.json"],
             "nope.json: no such config file",

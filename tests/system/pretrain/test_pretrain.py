@@ -217,7 +217,9 @@ def test_a_damaged_newest_checkpoint_is_named_and_the_one_before_is_used(tmp_pat
     assert_same_run(tmp_path / "out", undisturbed)
 
 
-@pytest.mark.parametrize("signum", [signal.SIGTERM, pytest.param(signal.SIGUSR1, marks=pytest.mark.full)])
+@pytest.mark.parametrize(
+    "signum", [signal.SIGTERM, *(pytest.param(one, marks=pytest.mark.full) for one in (signal.SIGUSR1, signal.SIGINT))]
+)
 def test_a_signal_to_one_rank_saves_on_all_and_exits_0(tmp_path, signum):
     argv = arguments(tmp_path, "out", "--steps", "5000", training={"save_every": 0, "eval_every": 0})
     out = tmp_path / "out"

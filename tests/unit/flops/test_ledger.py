@@ -227,6 +227,15 @@ def test_dense_short_trains_as_many_dense_steps_as_the_flops_buy(tmp_path):
     assert shortened(sparse) is sparse
 
 
+def test_dense_short_of_no_named_run_is_that_of_method_mst(tmp_path):
+    path = tmp_path / "c.json"
+    path.write_text(json.dumps({**RAW, "mst": {"method": "mst"}}))
+    named = shortened(load(path, [f"mst.like={path}"], "dense-short"))
+    short = shortened(load(path, method="dense-short"))
+    assert short.training == named.training and short.mst.method == "dense"
+    assert shortened(short) is short, "and its steps are its own"
+
+
 def test_dense_short_of_dense_short_is_rejected(tmp_path):
     path = tmp_path / "c.json"
     path.write_text(json.dumps({**RAW, "mst": {"method": "dense-short", "like": "x"}}))
