@@ -69,6 +69,7 @@ class Optimizer:
 class FP16:
     """Training in fp16."""
 
+    enabled: StrictBool | Open = Field(default=None, description="Whether to train in fp16.")
     loss_scale: Annotated[StrictFloat, ZeroOr(1e-3, _MAX_SCALE, "dynamic")] | Open = Field(
         default=None, description="Fixed loss scale; 0 is dynamic."
     )
@@ -105,6 +106,8 @@ class ZeroOptimization:
 @block("bf16", extra="allow")
 class BF16:
     """Training in bf16."""
+
+    enabled: StrictBool | Open = Field(default=None, description="Whether to train in bf16.")
 
 
 @block("", extra="allow")
