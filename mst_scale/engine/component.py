@@ -73,8 +73,12 @@ class Component:
     def after_step(self, updated: bool) -> None:
         """Finish the step, and prepare the next forward pass."""
 
-    def aside(self) -> AbstractContextManager[None]:
-        """Return a context in which forward and backward passes do not count for the step under way."""
+    def aside(self, micro_batch: int) -> AbstractContextManager[None]:
+        """Return a context in which a micro-batch of the step is computed again, which does not count for the step.
+
+        Args:
+            micro_batch: its number in the step.
+        """
         return nullcontext()
 
     # --- what happens between steps ---

@@ -334,11 +334,11 @@ class SparseTraining:
                 component.after_step(self._updated)
 
     @contextmanager
-    def aside(self) -> Iterator[None]:
-        """Return a context whose forward and backward passes are not part of the current step."""
+    def aside(self, micro_batch: int) -> Iterator[None]:
+        """Return a context in which a micro-batch of the step is computed again; that does not count for the step."""
         with ExitStack() as stack:
             for component in self.components:
-                stack.enter_context(component.aside())
+                stack.enter_context(component.aside(micro_batch))
             yield
 
     def _span(self) -> AbstractContextManager[Any]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
@@ -42,11 +42,11 @@ class LayerFunction:
     scale_of_pass: Callable[[], float]
     """What the pull is multiplied by if it is divided among the micro-batches of a step."""
     due: Callable[[int], int]
-    """To how many micro-batches' share of the pull a pass adds up, given how many have been added in this step."""
-    passes: int = 0
-    """Backward passes since the last step."""
-    added: int = 0
-    """Micro-batches' shares of the pull that they have added."""
+    """How many micro-batches' shares of the pull a pass adds, given how many have been added in this step."""
+    added: list[int] = field(default_factory=list)
+    """What each backward pass since the last step has added."""
+    again: int | None = None
+    """What a pass that is computed a second time adds."""
 
     def weight(self, stored: torch.Tensor) -> torch.Tensor:
         """Return the weight that products use in place of the stored tensor."""
@@ -76,9 +76,8 @@ class Pulled(torch.autograd.Function):
         pull = layer.function.pull(stored, layer.kept, layer.scale)
         if pull is None:
             return gradients[0], None
-        due = layer.due(layer.added)
-        layer.passes += 1
-        layer.added += due
+        due = layer.due(sum(layer.added)) if layer.again is None else layer.again
+        layer.added.append(due)
         return gradients[0] + due * layer.scale_of_pass() * pull, None
 
 
@@ -156,14 +155,16 @@ class WeightFunctions(Component, Criteria):
         self._keep_first_squares()
 
     @contextmanager
-    def aside(self) -> Iterator[None]:
-        """Restore the number of backward passes, and what they have added of the pull."""
-        before = {name: (layer.passes, layer.added) for name, layer in self.layers.items()}
+    def aside(self, micro_batch: int) -> Iterator[None]:
+        """Add what the pass of this micro-batch has added of the pull, and restore what passes have added."""
+        before = {name: list(layer.added) for name, layer in self.layers.items()}
         try:
+            for name, layer in self.layers.items():
+                layer.again = before[name][micro_batch] if micro_batch < len(before[name]) else 1
             yield
         finally:
             for name, layer in self.layers.items():
-                layer.passes, layer.added = before[name]
+                layer.added, layer.again = before[name], None
 
     def before_update(self) -> None:
         self._seed_moments()
@@ -206,15 +207,15 @@ class WeightFunctions(Component, Criteria):
     def _forget_pulls(self) -> None:
         """Forget the backward passes of a step that the loop leaves out."""
         for layer in self.layers.values():
-            layer.passes = layer.added = 0
+            layer.added.clear()
 
     def _check_pulls(self) -> None:
         """Check that the passes through each layer have added its pull once to the step that is about to be taken."""
         accumulation = self.engine.gradient_accumulation_steps()
         for name, layer in self.layers.items():
-            if layer.passes and (layer.passes > accumulation or layer.added != accumulation):
+            if layer.added and (len(layer.added) > accumulation or sum(layer.added) != accumulation):
                 raise UserError(
-                    f"method {self.method}: {layer.passes} backward passes went through {name} in a step of "
+                    f"method {self.method}: {len(layer.added)} backward passes went through {name} in a step of "
                     f"{accumulation} micro-batches, so the method's regularization would not be applied once: exclude "
                     "a weight that is not used exactly once per micro-batch with mst.targets.exclude"
                 )

@@ -92,8 +92,11 @@ class Verification:
     def _watch_next(self) -> None:
         step = int(self.engine.global_steps) + 1
         if self.recomputation is not None and self._is_due(step):
-            turn = (step // self.every) % int(self.engine.gradient_accumulation_steps())
-            self.recomputation.watch(turn)
+            self.recomputation.watch(self._micro_batch_of(step))
+
+    def _micro_batch_of(self, step: int) -> int:
+        """Return the micro-batch of a step that is computed again: each in turn."""
+        return (step // self.every) % int(self.engine.gradient_accumulation_steps())
 
     def _before_update(self) -> None:
         self._compare(recompute=self.recomputation is not None and self._is_due(int(self.engine.global_steps) + 1))
@@ -123,7 +126,7 @@ class Verification:
         """Return what differs in a second computation; end these comparisons if the model does not allow one."""
         assert self.recomputation is not None
         try:
-            with self.engine.mst.aside():
+            with self.engine.mst.aside(self._micro_batch_of(int(self.engine.global_steps) + 1)):
                 return self.recomputation.differing()
         except RuntimeError as error:
             if "incompatible with .grad()" not in str(error):

@@ -87,7 +87,7 @@ def of_method(name: str, **options: Any) -> Product:
     """A layer that multiplies with a method's function of its weight."""
     method, product = METHODS[name], Product("layer", (6, 8))  # its shape is not read
     assert method.function is not None
-    product.function = LayerFunction(method.function(method.options(**options)), 20, 1.0, lambda: 1.0)
+    product.function = LayerFunction(method.function(method.options(**options)), 20, 1.0, lambda: 1.0, lambda added: 1)
     return product
 
 
