@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,11 +29,12 @@ from mst_scale.comm.parser import Parser, at_least
 from mst_scale.errors import UserError
 from mst_scale.sparse_linear import cpu, crossovers, measuring
 from mst_scale.sparse_linear.compact import compact_linear
+from mst_scale.sparse_linear.compact_index import CompactIndex
 from mst_scale.sparse_linear.measuring import USUAL, Layer, crossover
 
 from . import linear_cuda
 from .machine import machine
-from .page import Row, aside, command_line, grid, parse, tell, with_range
+from .page import Row, command_line, grid, parse, tell, with_range
 from .timing import Run, cpu_seconds_of, for_seconds, seconds_of, versus
 
 DENSE, MKL, EXPANDED = "dense, F.linear", "torch.sparse (MKL)", "values, expanded"
@@ -62,10 +62,8 @@ def layer_of(dtype: str, shape: tuple[int, int]) -> Layer:
 
 def compact(layer: Layer, sparsity: float, backend: str) -> Run:
     """Return a run of a layer of which only the active weights exist."""
-    with aside():  # it imports DeepSpeed, which prints
-        from mst_scale.zero_shards import CompactIndex
     active = layer.active(sparsity)
-    index: Any = CompactIndex("layer", layer.shape, active.view(-1).nonzero().view(-1))
+    index = CompactIndex("layer", layer.shape, active.view(-1).nonzero().view(-1))
     index.backend = backend
     values = layer.weight.detach()[active].requires_grad_()
     return lambda: torch.autograd.grad(compact_linear(layer.x, values, index), (layer.x, values), layer.dy)

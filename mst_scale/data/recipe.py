@@ -351,7 +351,10 @@ def _column(table: Any, name: str, text_key: str) -> Iterator[list[str | None]]:
     batches = table.select_columns([text_key]).iter(batch_size=READ_ROWS)
     while True:
         with _datasets(name):
-            batch = next(batches, None)
+            try:
+                batch = next(batches, None)
+            except KeyError as error:  # the columns of a stream may not be known before
+                raise UserError(f"{name} has no column {error}: name a text_key") from None
         if batch is None:
             return
         yield _checked_texts(batch[text_key], name, text_key)
@@ -396,8 +399,8 @@ def _explained(name: str, error: Exception) -> Exception:
         )
     if "scripts are no longer supported" in message:
         return UserError(f"{name!r} is a script on the hub; read its Parquet copy: revision refs/convert/parquet")
-    if isinstance(error, KeyError):  # of the columns of a stream, which are not known before
-        return UserError(f"{name!r} has no column {message}: name a text_key")
+    if isinstance(error, UserError):
+        return error
     if isinstance(error, OSError) and not isinstance(error, FileNotFoundError | gzip.BadGzipFile):
         return OSError(f"reading {name!r} failed: {kind}: {message}")
     return UserError(f"{name!r} cannot be read: {kind}: {message}")

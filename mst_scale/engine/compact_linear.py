@@ -20,8 +20,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mst_scale.sparse_linear import compact
+from mst_scale.sparse_linear.compact_index import CompactIndex
 from mst_scale.transforms import check_first_derivative, check_not_transformed, leave_graph
-from mst_scale.zero_shards import CompactIndex
 
 DENSE = "set mst.compute.compact to off"
 FEW = 4  # tokens, as a fraction of the rows, up to which their rows alone are expanded: 1/4 takes less memory

@@ -33,9 +33,10 @@ from mst_scale.mixed_growing.evolve import Layer
 from mst_scale.mixed_growing.masks import LayerMask
 from mst_scale.shard import Shard
 from mst_scale.sparse_linear.compact import compact_cross_entropy
+from mst_scale.sparse_linear.compact_index import CompactIndex
 from mst_scale.sparse_linear.layers import stored_across
 from mst_scale.sparse_linear.replaced import replace_forward
-from mst_scale.zero_shards import CompactIndex, indexes_of, mark, mark_model, shape_of
+from mst_scale.zero_shards import indexes_of, mark, mark_model, shape_of
 
 FUSED = (
     nn.TransformerEncoderLayer,

@@ -18,7 +18,6 @@ from typing import Any
 
 import torch
 
-from mst_scale import zero_shards
 from mst_scale.checkpoints.mask_state import MaskState
 from mst_scale.comm import logger
 from mst_scale.comm.exchange import Exchange
@@ -27,6 +26,7 @@ from mst_scale.engine.component import Component
 from mst_scale.engine.topology import Topology
 from mst_scale.errors import UserError
 from mst_scale.sparse_linear import dispatch
+from mst_scale.sparse_linear.compact_index import CompactIndex
 
 Case = tuple[str, tuple[int, ...]]
 
@@ -159,7 +159,7 @@ class CompactLayers:
     def __init__(self, topology: CompactTopology, backend: str):
         self.backend = backend
         self.crossovers: dispatch.Crossovers = {}
-        self.index: dict[str, zero_shards.CompactIndex] = {}
+        self.index: dict[str, CompactIndex] = {}
         self.parameters: dict[str, torch.nn.Parameter] = {}
         self.products: dict[str, Any] = {}
         self.dense_gradients = topology.ask_for_dense_gradients

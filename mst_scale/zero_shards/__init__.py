@@ -12,7 +12,7 @@ byte_counts   bytes of optimizer states, master weights and gradients on this ra
 supported     checks that an engine has no feature of DeepSpeed with which sparse training would not be exact
 dense_store   for every sparse parameter this rank's slice, with live views of its master weight, reduced gradient
               and optimizer states, at every stage
-compact_index marks compact parameters with their index
+compact_marks marks compact parameters with their index
 compact_store the same slices for parameters that store their active weights alone; chooses the store of an engine
 borders       which values cross a border between two ranks when the index changes
 compact_files which weights those are, in a checkpoint
@@ -29,10 +29,9 @@ universal     DeepSpeed's universal layout, for every stage
 
 # ruff: noqa: F401 (the names that other packages use)
 
-from mst_scale.sparse_linear.compact_index import CompactIndex
 from mst_scale.zero_shards.autotp import FORWARDS, asserted_of_cutting, check_cuttable, is_linear
 from mst_scale.zero_shards.byte_counts import comm_bytes, state_bytes
-from mst_scale.zero_shards.compact_index import index_of, indexes_of, is_compact, mark, mark_model
+from mst_scale.zero_shards.compact_marks import index_of, indexes_of, is_compact, mark, mark_model
 from mst_scale.zero_shards.compact_store import CompactStore, Store, shards_of
 from mst_scale.zero_shards.groups import (
     exchanges_of,

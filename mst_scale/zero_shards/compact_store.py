@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from mst_scale.shard import Cut, Shard
 from mst_scale.sparse_linear.compact_index import CompactIndex
 from mst_scale.zero_shards.borders import Sections, need
-from mst_scale.zero_shards.compact_index import index_of, is_compact
+from mst_scale.zero_shards.compact_marks import index_of, is_compact
 from mst_scale.zero_shards.dense_store import DenseStore, dense_store
 from mst_scale.zero_shards.groups import groups_of, tied_groups
 from mst_scale.zero_shards.step import NamedCollectives

@@ -22,7 +22,7 @@ from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedPara
 from torch import Tensor, nn
 
 from mst_scale.heap import give_back
-from mst_scale.zero_shards.compact_index import index_of
+from mst_scale.zero_shards.compact_marks import index_of
 from mst_scale.zero_shards.dense_store import DenseStore, dense_store
 from mst_scale.zero_shards.logical import named_parameters
 from mst_scale.zero_shards.put_weights import FP32, OF_WRAPPER, ReadRange, put_states

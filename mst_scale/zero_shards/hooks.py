@@ -17,7 +17,7 @@ from typing import Any, Protocol
 
 from torch import Tensor, nn
 
-from mst_scale.zero_shards import compact_index, groups, handover, logical, muon, powers, saving, step, supported
+from mst_scale.zero_shards import compact_marks, groups, handover, logical, muon, powers, saving, step, supported
 
 
 class Follower(Protocol):
@@ -99,7 +99,7 @@ HOOKS = (
         "optimizer.get_grad_norm_direct (stages 1 and 2), and the norm of a plain step",
         "float32 sums depend on how parameters are split over ranks, and compact parameters are split differently",
         "0.19",
-        lambda engine, _: compact_index.is_compact(engine.module),
+        lambda engine, _: compact_marks.is_compact(engine.module),
         lambda engine, _: step.norm_in_float64(engine),
     ),
     Hook(
@@ -211,7 +211,7 @@ HOOKS = (
         "engine._zero3_consolidated_16bit_state_dict",
         "it gathers what parameters store, and compact ones store their active weights alone",
         "0.19",
-        lambda engine, _: engine.zero_optimization_stage() == 3 and compact_index.is_compact(engine.module),
+        lambda engine, _: engine.zero_optimization_stage() == 3 and compact_marks.is_compact(engine.module),
         lambda engine, _: saving.consolidate_matrices(engine),
     ),
     Hook(

@@ -23,7 +23,7 @@ from torch import nn
 from mst_scale.errors import UserError
 from mst_scale.shard import Cut, as_matrix
 from mst_scale.tensor_parallel import marked_cut
-from mst_scale.zero_shards.compact_index import index_of
+from mst_scale.zero_shards.compact_marks import index_of
 
 TABLES = (nn.Embedding, nn.EmbeddingBag, VocabParallelEmbedding, HiddenParallelEmbedding)
 UNKNOWN = "masks cannot follow this layout of tensor parallelism: train with method dense, or use another layout"

@@ -20,7 +20,7 @@ from mst_scale.checkpoint_folders import COPY, has_copy
 from mst_scale.comm import logger
 from mst_scale.errors import UserError
 from mst_scale.zero_shards.compact_files import file_of
-from mst_scale.zero_shards.compact_index import is_compact
+from mst_scale.zero_shards.compact_marks import is_compact
 from mst_scale.zero_shards.groups import stage_count, tensor_slices
 
 OF_A_PART = re.compile(r"mp_rank_(\d+)_model_states\.pt$")

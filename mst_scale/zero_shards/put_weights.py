@@ -17,7 +17,7 @@ from torch import nn
 from mst_scale.comm import Mesh
 from mst_scale.errors import UserError
 from mst_scale.shard import Shard
-from mst_scale.zero_shards.compact_index import index_of
+from mst_scale.zero_shards.compact_marks import index_of
 from mst_scale.zero_shards.dense_store import dense_store, is_whole
 from mst_scale.zero_shards.logical import cut_of, named_parameters, stored_cut_of
 from mst_scale.zero_shards.step import base_optimizer

@@ -26,7 +26,7 @@ from torch.utils.checkpoint import checkpoint
 
 from mst_scale.comm import logger
 from mst_scale.errors import UserError
-from mst_scale.zero_shards.compact_index import indexes_of
+from mst_scale.zero_shards.compact_marks import indexes_of
 from mst_scale.zero_shards.logical import named_parameters
 
 Digest = Callable[[Tensor], Tensor]

@@ -17,7 +17,7 @@ from mst_scale.errors import UserError
 from mst_scale.snapshot import SUPPORTED as snapshot_supported
 from mst_scale.snapshot import Snapshot, taking
 from mst_scale.zero_shards import safe_load
-from mst_scale.zero_shards.compact_index import index_of, indexes_of, is_compact, values_stored
+from mst_scale.zero_shards.compact_marks import index_of, indexes_of, is_compact, values_stored
 from mst_scale.zero_shards.logical import named_parameters, shape_of
 from mst_scale.zero_shards.other_layout import copy_of, explained
 from mst_scale.zero_shards.put_weights import put_states

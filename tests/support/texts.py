@@ -8,7 +8,8 @@ import random
 from pathlib import Path
 
 from mst_scale.data.prepare import prepare
-from mst_scale.data.recipe import Recipe
+from mst_scale.data.recipe import Recipe, open_source
+from mst_scale.data.sources import VAL
 
 WORDS = ["the", "theory", "of", "hat", "x1", "naïve", "漢字", "def f(a):", "return", "\t", "  ", "it's", "42", "…"]
 MERGES = [b"th", b"the", b"he", b" t", b" the", b"at", b"\n\n", b"  ", b"in", b"42", "ï".encode()]  # ids 256, 257, …
@@ -40,3 +41,30 @@ def contents(out: Path) -> dict[str, bytes]:
 
 
 TEXTS = [words(1 + n % 17, seed=n) for n in range(300)]
+
+
+TEXTS = [words(1 + n % 17, seed=n) for n in range(300)]
+
+
+def read_documents(source: object, **recipe: object) -> dict[str, list[str]]:
+    """Documents by split, put together again from their pieces, in the order of reading."""
+    named = [str(path) for path in source] if isinstance(source, list) else str(source)
+    opened = open_source(Recipe(named, "byte", **recipe))  # type: ignore[arg-type]
+    documents: dict[str, list[str]] = {"train": [], "val": []}
+    unfinished = {"train": "", "val": ""}
+    for split, text, ends, _ in opened.pieces():
+        name = "val" if split == VAL else "train"
+        unfinished[name] += text
+        if ends:
+            documents[name].append(unfinished[name])
+            unfinished[name] = ""
+    assert not any(unfinished.values())
+    return documents
+
+
+def saved(folder: Path, texts: list[str]) -> Path:
+    import datasets
+
+    datasets.disable_progress_bars()
+    datasets.Dataset.from_dict({"id": range(len(texts)), "text": texts}).save_to_disk(folder)
+    return folder

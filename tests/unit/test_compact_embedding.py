@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from mst_scale.engine.compact_linear import compact_embedding
-from mst_scale.zero_shards import CompactIndex
+from mst_scale.sparse_linear.compact_index import CompactIndex
 
 ROWS, COLUMNS = 40, 12
 ACTIVE = torch.rand(ROWS, COLUMNS, generator=torch.Generator().manual_seed(1)) < 0.3

@@ -31,9 +31,9 @@ from mst_scale.methods.baselines.top_kast import largest
 from mst_scale.models.cross_entropy import cross_entropy
 from mst_scale.sparse_linear import Product, SparseLayers, cpu, semi_structured
 from mst_scale.sparse_linear.compact import compact_cross_entropy, compact_linear
+from mst_scale.sparse_linear.compact_index import CompactIndex
 from mst_scale.sparse_linear.narrow import NarrowIndex
 from mst_scale.tensor_parallel import copied, summed
-from mst_scale.zero_shards import CompactIndex
 from tests.support.triton_interpreter import interpret
 
 ROOT = Path(mst_scale.__file__).parent

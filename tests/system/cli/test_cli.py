@@ -123,6 +123,15 @@ def test_errors_are_one_line(error, code, text, monkeypatch, capsys):
     assert capsys.readouterr().err == text
 
 
+def test_a_traceback_that_was_asked_for_keeps_the_exit_code(monkeypatch, capsys):
+    import mst_scale.cli.data
+
+    monkeypatch.setattr(mst_scale.cli.data, "run", run_verb(UserError("no such thing")))
+    monkeypatch.setenv("MST_TRACEBACK", "1")
+    assert cli.main(["data", "stdlib"]) == 2
+    assert capsys.readouterr().err.startswith("Traceback")
+
+
 def test_a_defect_of_ours_keeps_its_traceback(monkeypatch):
     import mst_scale.cli.data
 

@@ -221,6 +221,13 @@ def test_a_layer_of_an_unsupported_shape_gets_a_reason(name, shape):
     assert function(name).unsupported_reason((64, 64), "cpu", torch.float32) is None
 
 
+def test_monarch_names_why_two_blocks_save_nothing():
+    of = function("monarch", blocks=2)
+    assert "factors as large as the matrix" in of.unsupported_reason((32, 32), "cpu", torch.float32)
+    assert "cannot be divided" in of.unsupported_reason((33, 32), "cpu", torch.float32)
+    assert of.unsupported_reason((128, 32), "cpu", torch.float32) is None
+
+
 def test_the_page_names_every_method_and_its_source():
     page = (Path(mst_scale.__file__).parent.parent / "docs" / "methods.md").read_text()
     for name in set(METHODS) - {"channels", "averaged"}:  # of studies, once their plans have been read

@@ -9,7 +9,7 @@ from mst_scale.errors import UserError
 from mst_scale.models.cross_entropy import cross_entropy
 from mst_scale.sparse_linear import cpu
 from mst_scale.sparse_linear.compact import compact_cross_entropy, compact_linear
-from mst_scale.zero_shards import CompactIndex
+from mst_scale.sparse_linear.compact_index import CompactIndex
 from tests.unit.sparse_linear.test_backends import SHAPES, assert_close, case
 
 

@@ -7,7 +7,8 @@ import torch
 from safetensors.torch import save_file
 
 from mst_scale.errors import Damaged
-from mst_scale.zero_shards import CompactIndex, compact_files
+from mst_scale.sparse_linear.compact_index import CompactIndex
+from mst_scale.zero_shards import compact_files
 
 
 def an_index(name="up.weight", shape=(5, 7), density=0.3):
