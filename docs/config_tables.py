@@ -9,8 +9,11 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
+import typing
 from pathlib import Path
 from typing import Any
+
+from pydantic.fields import FieldInfo
 
 from mst_scale.config.load import BLOCKS
 from mst_scale.config.support import format_remark, format_status, rows
@@ -27,13 +30,15 @@ from `mst_scale/config/deepspeed_support.json` by `python docs/config_tables.py`
 `dense`, or `mst.sparsity.max` 0) may use all of DeepSpeed. [exactness.md](exactness.md) defines what exact means.
 
 - **exact**: a test trains with it on two CPU ranks and checks after every step that inactive weights, their moments and
-  the weights of the forward pass are exactly 0. If the arithmetic is the same, so are the masks.
+  the weights of the forward pass are exactly 0. A key that does not change the arithmetic does not change the masks
+  either.
 - **harmless**: it does not touch the optimizer step.
-- **rejected**: one line with the reason and the fix, before anything starts.
+- **rejected**: before training starts, the program ends with a one-line error that states the reason and the fix.
 - **untested**: rejected too, unless `mst.allow_untested` names the key. The same holds for any key or value that is
   not on this page.
 
-`null` and `"auto"` leave DeepSpeed's default, which is exact or harmless. `a.*` is every key of `a` without a row.
+The values `null` and `"auto"` select DeepSpeed's default, which is exact or harmless. A row `a.*` covers every key of
+`a` that has no row of its own.
 """
 
 
@@ -57,13 +62,27 @@ def support_page() -> str:
 def _table(path: str) -> str:
     """Return the table of a block; the blocks of `mst` have separate tables."""
     name = path.partition(".")[0]
-    descriptions = {key: field.description for key, field in keys_of(BLOCKS[name], name)}
+    descriptions = {key: f"{field.description}{_values(field)}" for key, field in keys_of(BLOCKS[name], name)}
     lines = ["| key | default | meaning |", "|---|---|---|"]
     for key, value in defaults(BLOCKS[name], name):
         if key.startswith(f"{path}.") and (path != "mst" or key.count(".") == 1):
             shown = "" if key == "mst.options" else f"`{_format_default(value)}`"
             lines.append(f"| `{key}` | {shown} | {descriptions[key]} |")
     return "\n".join(lines) + "\n"
+
+
+def _values(field: FieldInfo) -> str:
+    """List the values of a key that takes one of several, unless its description names them all."""
+    values = [value for literal in _literals(field.annotation) for value in typing.get_args(literal)]
+    if all(f"`{value}`" in str(field.description) for value in values):
+        return ""
+    return f" Values: {', '.join(f'`{value}`' for value in values)}."
+
+
+def _literals(annotation: Any) -> list[Any]:
+    if typing.get_origin(annotation) is typing.Literal:
+        return [annotation]
+    return [literal for part in typing.get_args(annotation) for literal in _literals(part)]
 
 
 def defaults(cls: Any, path: str) -> list[tuple[str, Any]]:

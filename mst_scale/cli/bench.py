@@ -15,7 +15,7 @@ Run a benchmark on this machine. Our code and the baseline alternate within one 
 
   async_save        how long training waits for a checkpoint: written by the rank itself, and by a process of its own
   attention         Hybrid Sparse Attention compared with causal flash attention and FlexAttention
-  baselines         every method at one small size and equal FLOPs (the study of the same name)
+  baselines         every method at one small size and equal FLOPs (the study `rivals`)
   compiled          every Triton kernel compiled for A100 and H100: registers, shared memory, occupancy; needs no GPU
   density           time, memory and traffic of a step: plain DeepSpeed, masked and compact weights; needs root
   generate          text from sparse weights against the same model dense, transformers, and a smaller dense model

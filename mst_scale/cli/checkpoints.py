@@ -33,13 +33,11 @@ INSPECT = """\
 Print the step, phase and sparsity of a checkpoint, and the mask of every sparse parameter.
 
 PATH is the folder of a checkpoint, or of a run, whose latest complete checkpoint is used. Folders written by Trainer,
-Accelerate or engine.save_checkpoint work too. The sha256 of a mask does not depend on the number of ranks that saved
-it or on the ZeRO stage. --json prints
-{"checkpoint", "step", "phase", "sparsity", "target_sparsity", "granularity",
-"layers": [{"name", "shape", "active", "density", "ever_active", "sha256"} …],
-"dead_units": {kind: [dead, all]}}
-where dead units (neurons of an MLP, channels of a head) are those whose weights are all zero. A run that was trained
-without sparsity has phase "dense" and no layers.
+Accelerate or engine.save_checkpoint work too. The sha256 of a mask does not depend on the number of ranks that saved it
+or on the ZeRO stage. --json prints {"checkpoint", "step", "phase", "sparsity", "target_sparsity", "granularity",
+"layers": [{"name", "shape", "active", "density", "ever_active", "sha256"} …], "dead_units": {kind: [dead, all]}} where
+dead units (neurons of an MLP, channels of a head) are those that no gradient reaches, because their weights are zero. A
+run that was trained without sparsity has phase "dense" and no layers.
 
 examples:
   mst inspect runs/demo
@@ -154,7 +152,7 @@ examples:
 
 
 def _add_reshape(subparsers: Any) -> None:
-    about = "let any number of ranks, at any ZeRO stage, load a checkpoint"
+    about = "convert a checkpoint for another number of ranks or ZeRO stage"
     command = add_command(subparsers, "reshape", _reshape, about, RESHAPE)
     command.add_argument("path", metavar="PATH", type=Path, help="a checkpoint or a run")
     command.add_argument(

@@ -9,10 +9,10 @@ from mst_scale.cli import add_command
 
 TEXT = """\
 Print one line per check, with a fix for each problem that it finds. The quick check takes seconds and compiles and
-trains nothing: it compares versions with those supported and tested, and checks memory and disk, locks of killed
-builds, ranks that disagree, and the network between them. --full adds checks that take minutes when kernels and
-operators are compiled for the first time: each kernel against its definition in float64, a few sparse training steps
-whose masks must be the same on all ranks, and what "auto" chooses.
+trains nothing: it compares versions with those supported and tested, and checks memory and disk, stale locks of builds,
+versions and settings that differ between ranks, and the network between ranks. --full adds checks that take minutes
+when kernels and operators are compiled for the first time: each kernel against its definition in float64, a few sparse
+training steps whose masks must be the same on all ranks, and what "auto" chooses.
 
   ok      no problem
   look    it works, and could be better

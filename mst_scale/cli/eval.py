@@ -49,7 +49,8 @@ examples:
 
 def add(subparsers: Any) -> None:
     """Add the command to the parser."""
-    option = add_command(subparsers, "eval", run, "evaluate a model on the paper's tasks", TEXT).add_argument
+    about = "evaluate a model on LAMBADA, WikiText, PTB, 1BW, RTE and MRPC"
+    option = add_command(subparsers, "eval", run, about, TEXT).add_argument
     option(
         "model",
         metavar="MODEL",

@@ -53,7 +53,7 @@ def add(subparsers: Any) -> None:
     option(
         "--match-flops",
         metavar="C",
-        help="for dense-short: the config or folder of the run whose FLOPs it may spend (default: this one with mst)",
+        help="for dense-short: config or folder of the run whose FLOPs to match (default: this config with mst)",
     )
     option(
         "--from",

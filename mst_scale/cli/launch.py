@@ -9,8 +9,8 @@ from mst_scale.cli import add_command
 from mst_scale.config.presets import ready_configs
 
 TEXT = """\
-Pretrain, and restart the run after failures from its latest complete checkpoint. A run that receives a signal to stop
-saves first.
+Pretrain, and restart the run after failures from its latest complete checkpoint. On SIGTERM, SIGUSR1 or Ctrl-C, a run
+saves a checkpoint before it stops.
 
   local      this machine: one process for each GPU, or two on the CPU
   slurm      one job that saves before its time is up, requeues itself and continues until the run is finished

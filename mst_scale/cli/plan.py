@@ -10,15 +10,14 @@ from mst_scale.cli import add_command
 from mst_scale.errors import UserError
 
 TEXT = """\
-Recommend how to run a model on N GPUs: which of them share its layers (tensor), its sequences, its depth (pipeline)
-and the batch (data), and at which ZeRO stage, next to the cost of other layouts. The plan lists the memory per GPU by
-component, the bytes that each GPU sends, the time of a step and of every phase, and the bytes that a topology step
-sends on 1 to 16,384 ranks.
+Recommend how to train a model on N GPUs: the sizes of tensor, sequence, pipeline and data parallelism, and the ZeRO
+stage. Other layouts are listed with their cost. The plan lists the memory per GPU by component, the bytes that each GPU
+sends, the time of a step and of every phase, and the bytes that a topology step sends on 1 to 16,384 ranks.
 
 tests/ranks/plan/ compares memory and bytes of data-parallel runs with real DeepSpeed runs on 2 ranks. Times are
 expected, not measured: a roofline of data-sheet peaks and assumed efficiencies, which small models do not reach;
-replace them with --efficiency. Masked dense layers save FLOPs only; the expected gain of blocks of weights, by their
-side, comes from a roofline of their kernels. --json prints everything.
+replace them with --efficiency. Masks of single weights save FLOPs but no time here; the expected speedup of masks of
+blocks, for each block size, comes from a roofline of their kernels. --json prints everything.
 
 examples:
   mst plan --config gpt3_13b --nodes 8                             # 8 A100-80GB in each

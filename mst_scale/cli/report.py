@@ -21,15 +21,16 @@ to their masks.
 
 RUN is the OUT folder of a training run, finished or not. The page is RUN/report/index.html, with each figure next to it
 as PNG and SVG, light and dark. A comparison goes to ./report or --out; runs that differ only in their seed are drawn as
-one line, mean and range. Weights are those at the ends of phases (RUN/snapshots), or else those of the latest
-checkpoint. Figures without data are left out with a note. --json prints {"page", "headline", "figures", "notes",
+one line, mean and range. Weights are read from RUN/snapshots (the ends of phases) or, if there are none, from the
+latest checkpoint. Figures without data are left out with a note. --json prints {"page", "headline", "figures", "notes",
 "runs"}.
 
 --compute-frontier compares finished runs, among them dense ones of several lengths (and sizes), and gives the FLOP
 multiplier of each method: the FLOPs that dense training needs to reach the method's validation loss, interpolated
-between dense runs (log loss over log FLOPs), divided by the FLOPs that the method spent. There is one against the same
-model trained for fewer steps, and one against the best of all dense models. Outside the range of the dense runs it is a
-bound (≥, ≤). Runs that differ only in their seed are one method, with a 95 % interval (Student's t).
+between dense runs (log loss over log FLOPs), divided by the FLOPs that the method spent. Two multipliers are given:
+against the same model trained for fewer steps, and against the best of all dense models. Outside the range of the dense
+runs, a multiplier is a bound (≥, ≤). Runs that differ only in their seed are one method, with a 95 % interval
+(Student's t).
 
 examples:
   mst report runs/demo

@@ -251,13 +251,12 @@ class TrainingConfig:
         default=0.0,
         ge=0,
         le=1,
-        description="a: at sparsity S, the learning rate of the matrices that can be masked is multiplied by "
-        "(1 - S)^-a; SμPar (arXiv 2405.15743) uses 1.",
+        description="Exponent a: at sparsity S, the learning rate of the target matrices is multiplied by (1 - S)^-a. "
+        "SμPar (arXiv 2405.15743) uses 1.",
     )
     sparse_decay: Annotated[StrictFloat, ZeroOr(1e-6, 1e4, "none while they are sparse")] = Field(
         default=1.0,
-        description="Weight decay of the matrices that can be masked, while they are sparse, as a multiple of that of "
-        "other matrices.",
+        description="Factor by which the weight decay of the target matrices is multiplied while they are sparse.",
     )
     log_every: StrictInt = Field(
         default=10, ge=1, le=MAX_SEED, description="Steps between rows of `metrics.jsonl`.", json_schema_extra=NO_EFFECT
@@ -291,8 +290,8 @@ class TrainingConfig:
     )
     init: str | None = Field(
         default=None,
-        description="Start from the weights of a GPT-2, whose shape the model takes: a transformers folder or a name "
-        "on the hub (`--init`).",
+        description="Start from these weights, whose shape the model takes: a GPT-2 on the Hugging Face hub or in a "
+        "transformers folder, or a run (`--init`).",
     )
     save_every: Interval = Field(default=1_000, description="Steps between checkpoints; `0`: only at the end.")
     keep_checkpoints: StrictInt = Field(

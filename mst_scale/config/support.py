@@ -17,7 +17,7 @@ from __future__ import annotations
 import difflib
 import functools
 import json
-from collections.abc import Collection, Iterator, KeysView, Mapping
+from collections.abc import Collection, Iterator, KeysView, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -208,15 +208,23 @@ def format_status(key: str) -> str:
 def format_remark(key: str) -> str:
     """Describe the restrictions of a key, and the fix if it is rejected, in sentences."""
     own = [row for row in rows() if row.key == key]
-    remarks = [row.remark for row in own if row.remark and (row.remark not in ("Off.", "Default.") or len(own) == 1)]
+    shown = [row for row in own if row.remark and (row.remark not in ("Off.", "Default.") or len(own) == 1)]
+    values: dict[str, list[Any]] = {}
+    for row in shown:
+        values.setdefault(row.remark, []).extend(row.values)
+    remarks = [f"{_format_values(of)}: {text}" if len(values) > 1 and of else text for text, of in values.items()]
     fixes = [f"{row.fix[0].upper()}{row.fix[1:]}." for row in own if row.fix]
     return " ".join(dict.fromkeys([*remarks, *fixes]))
 
 
 def _format_condition(row: Row) -> str:
-    parts = [", ".join(f"`{json.dumps(value)}`" for value in row.values)] if row.values else []
+    parts = [_format_values(row.values)] if row.values else []
     if row.stages != STAGES:
         parts.append(f"stage {', '.join(map(str, row.stages))}")
     if row.precisions != PRECISIONS:
         parts.append(", ".join(row.precisions))
     return " at ".join(parts) or "otherwise"
+
+
+def _format_values(values: Sequence[Any]) -> str:
+    return ", ".join(f"`{json.dumps(value)}`" for value in values)

@@ -119,7 +119,7 @@ def _trained(
         )
         table.append(("zeros", zeros))
     if exported.get("dead_units"):
-        table.append(("units whose weights are all zero", exported["dead_units"]))
+        table.append(("units that no gradient reaches (weights of zero)", exported["dead_units"]))
     if exported.get("pruned"):
         table.append(("pruned after training", exported["pruned"]))
     if exported.get("losses"):

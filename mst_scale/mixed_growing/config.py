@@ -103,8 +103,8 @@ class TopologyConfig:
     )
     revive_dead_units: StrictBool = Field(
         default=True,
-        description="When masks are removed, give random incoming weights to units whose weights are all zero; "
-        "otherwise no gradient would ever reach them.",
+        description="When masks are removed, give random incoming weights to dead units, which no gradient would "
+        "ever reach otherwise.",
     )
     track_coverage: StrictBool = Field(
         default=True,

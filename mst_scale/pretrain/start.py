@@ -104,7 +104,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     add(
         "--match-flops",
         metavar="C",
-        help="for dense-short: the config or folder of the run whose FLOPs it may spend (default: this one with mst)",
+        help="for dense-short: config or folder of the run whose FLOPs to match (default: this config with mst)",
     )
     add("--data", metavar="DIR", help="a folder with train.bin and val.bin: overrides data.dir")
     add("--out", metavar="DIR", help="folder of the run's files (default: runs/<config>-<method>)")

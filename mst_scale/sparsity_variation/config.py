@@ -73,7 +73,10 @@ class SparsityConfig:
     """
 
     variation: Literal["dense", "sparse", "sd", "dsd", "gd", "sv", "gmp", "acdc"] = Field(
-        default="sv", description="Phases of the run, in order ([methods.md](methods.md))."
+        default="sv",
+        description="Phases of the run, in order: `sv` warm-up, ultra-sparse, restoration, dense; `sd` ultra-sparse, "
+        "dense; `dsd` dense, ultra-sparse, dense; `gd` restoration, dense; `gmp` dense, warm-up, ultra-sparse; `acdc` "
+        "dense, then sparse and dense in turns, then ultra-sparse; `sparse` ultra-sparse only; `dense` dense only.",
     )
     max: StrictFloat = Field(
         default=0.96, ge=0, lt=1, description="S_M: largest sparsity, as a fraction of the target weights."
@@ -93,10 +96,13 @@ class SparsityConfig:
     turn: Duration = Field(default=1 / 14, description="`acdc`: duration of each of its sparse and dense phases.")
     start: Duration = Field(default=0, description="`gmp`: duration of the dense phase before the warm-up.")
     warmup_moves: Literal["continuous", "staged"] = Field(
-        default="continuous", description="Whether sparsity changes at every topology step of the warm-up or in stages."
+        default="continuous",
+        description="`continuous`: sparsity rises at every topology step of the warm-up; `staged`: in `stages` stages.",
     )
     restore_moves: Literal["continuous", "staged"] = Field(
-        default="staged", description="Whether sparsity changes at every topology step of the restoration or in stages."
+        default="staged",
+        description="`continuous`: sparsity falls at every topology step of the restoration; `staged`: in `stages` "
+        "stages.",
     )
     distribution: Literal["erdos-renyi", "erk", "uniform"] = Field(
         default="erdos-renyi", description="How the sparsity is distributed over layers."
