@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from mst_scale.comm.parser import at_least
+from mst_scale.data.tokenizer import byte_characters
 from mst_scale.errors import UserError
 
 from .machine import machine
@@ -54,20 +55,13 @@ def train_tokenizer(text: Path, out: Path) -> None:
     ids = tokenizer.get_vocab()
     if len(ids) != TOKENS:
         raise UserError(f"--text {text}: too little text for {TOKENS:,} tokens ({len(ids):,} were found)")
-    byte_of = _bytes_of_letters()
+    byte_of = {letter: byte for byte, letter in enumerate(byte_characters())}
     lines = []
     for token, rank in sorted(ids.items(), key=lambda item: item[1]):
         lines.append(f"{base64.b64encode(bytes(byte_of[letter] for letter in token)).decode()} {rank}\n")
     draft = out.with_suffix(".partial")
     draft.write_text("".join(lines))
     draft.replace(out)
-
-
-def _bytes_of_letters() -> dict[str, int]:
-    """Return the byte for which each letter of GPT-2's byte-level alphabet stands."""
-    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
-    others = [byte for byte in range(256) if byte not in printable]
-    return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
 
 
 def config(method: str, corpus: Path, steps: int, ranks: int, length: int) -> dict[str, Any]:

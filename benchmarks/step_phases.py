@@ -127,7 +127,7 @@ class Bench:
             "phase": phase.name,
             "step": step,
             "sparsity": round(mst.sparsity, 4),
-            "attention": _name(mst.pattern),
+            "attention": mst.pattern.label,
             "weights": self._storage(),
             "ours_ms": _ms(ours),
             "ours_range": [_ms([q]) for q in middle_half(ours)],
@@ -214,10 +214,6 @@ class Bench:
         self.pair.pin(step)
         peak = memory.peak_of(side.step, self.pair.memory)
         return None if peak is None or side.held is None else int(side.held + max(0, peak))
-
-
-def _name(pattern: Any) -> str:
-    return pattern.kind if pattern.kind == "dense" else f"{pattern.kind} {pattern.stride}"
 
 
 def _ms(seconds: Sequence[float]) -> float:

@@ -1,13 +1,48 @@
-"""Writes safetensors files: readable by others, on the disk when the call returns, and with errors of the system."""
+"""Reads and writes safetensors files, with errors of the system or of a damaged file.
+
+What is written is readable by others, and on the disk when the call returns.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
+
+from mst_scale.errors import Damaged
+
+
+@contextlib.contextmanager
+def opened(path: Path) -> Iterator[Any]:
+    """Open a file of a checkpoint's folder.
+
+    Raises:
+        Damaged: if it is missing or cannot be read.
+    """
+    if not path.is_file():
+        raise Damaged(f"{path} is missing: copy the checkpoint again with its {path.parent.name} folder")
+    try:
+        with safe_open(path, framework="pt") as file:
+            yield file
+    except (SafetensorError, OSError, ValueError) as error:
+        raise Damaged(f"{path} is damaged or cut short ({error})") from None
+
+
+def head_of(file: Any) -> Any:
+    """Return the JSON object in the metadata of an open file; None if it has none."""
+    return json.loads((file.metadata() or {}).get("mst", "null"))
+
+
+def tensors_of(file: Any) -> dict[str, torch.Tensor]:
+    """Return all tensors of an open file."""
+    return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
 
 
 def save(tensors: dict[str, torch.Tensor], path: Path, metadata: dict[str, str]) -> None:

@@ -19,7 +19,7 @@ import contextlib
 import hashlib
 import json
 import math
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
 from pathlib import Path
@@ -27,9 +27,9 @@ from typing import Any
 
 import torch
 from pydantic import TypeAdapter, ValidationError
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 
-from mst_scale import snapshot
+from mst_scale import snapshot, tensor_files
 from mst_scale.checkpoints import store
 from mst_scale.checkpoints.mask_state import MaskState
 from mst_scale.comm import Damaged
@@ -245,8 +245,9 @@ def _with_masks(checkpoint: Path, state: Mapping[str, Any]) -> Path:
     for folder in (checkpoint.parent, *sorted(checkpoint.parent.iterdir())):
         if not file_of(folder, 0).is_file():
             continue
-        with contextlib.suppress(Damaged), _opened(file_of(folder, 0)) as file:  # a damaged one is another's
-            head = _said(file)
+        # a damaged file is another checkpoint's
+        with contextlib.suppress(Damaged), tensor_files.opened(file_of(folder, 0)) as file:
+            head = tensor_files.head_of(file)
             if isinstance(head, dict) and all(head.get(key) == value for key, value in state.items()):
                 return folder
     raise UserError(
@@ -281,8 +282,8 @@ def _holds(path: Path, wanted: Wanted, named: Collection[str]) -> bool:
 
     A file with an unclear head is read, and then rejected.
     """
-    with _opened(path) as file:
-        head = _said(file)
+    with tensor_files.opened(path) as file:
+        head = tensor_files.head_of(file)
     try:
         entries = {name: head["layers"][name] for name in wanted if name in head["layers"]}
         return any(name not in named or wanted[name].overlaps(_shard(name, entry)) for name, entry in entries.items())
@@ -290,27 +291,10 @@ def _holds(path: Path, wanted: Wanted, named: Collection[str]) -> bool:
         return True
 
 
-@contextlib.contextmanager
-def _opened(path: Path) -> Iterator[Any]:
-    if not path.is_file():
-        raise Damaged(f"{path} is missing: copy the checkpoint again with its {FOLDER} folder")
-    try:
-        with safe_open(path, framework="pt") as file:
-            yield file
-    except (SafetensorError, OSError, ValueError) as error:
-        raise Damaged(f"{path} is damaged or cut short ({error})") from None
-
-
-def _said(file: Any) -> Any:
-    """Return the head in a file's metadata."""
-    return json.loads((file.metadata() or {}).get("mst", "null"))
-
-
 def read(path: Path) -> tuple[dict[str, Any], dict[str, StoredMask]]:
     """Return the head and the shards of a file, after checking its digest and its name."""
-    with _opened(path) as file:
-        tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 (not a dict)
-        head = _said(file)
+    with tensor_files.opened(path) as file:
+        head, tensors = tensor_files.head_of(file), tensor_files.tensors_of(file)
     if not isinstance(head, dict) or head.get("format") != FORMAT:
         raise Damaged(f"{path} is not a mask file of this version ({FORMAT})")
     if head.pop("sha256", None) != digest_of(head, tensors):

@@ -70,4 +70,7 @@ def run(args: argparse.Namespace) -> int:
     if name in _deprecated.BENCHMARKS:
         name = _deprecated.BENCHMARKS[name]
         logger.warning("mst bench %s is now called %s; the old name will be removed in mst_scale 0.3", args.what, name)
-    return int(importlib.import_module(f"mst_scale.benchmarks.{name}").main(args.options))
+    options = args.options
+    if name == "baselines":
+        name, options = "study", ["rivals", *options]
+    return int(importlib.import_module(f"mst_scale.benchmarks.{name}").main(options))

@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from mst_scale.config import Experiment
     from mst_scale.flops.formulas import Flops
     from mst_scale.flops.ledger import Forecast
-    from mst_scale.hybrid_sparse_attention.pattern import Pattern
 
 TEXT = """\
 Count the FLOPs of a run from its config, before it is started: per phase, on average and per component, compared with
@@ -129,7 +128,7 @@ def _report(experiment: Experiment, run: Forecast, replicas: int, args: argparse
                 "start": phase.start,
                 "stop": phase.stop,
                 "sparsity": phase.sparsity,
-                "attention": [_name(pattern) for pattern in phase.patterns],
+                "attention": [pattern.label for pattern in phase.patterns],
                 **_both(phase.flops, run.dense),
             }
             for phase in run.phases
@@ -180,10 +179,6 @@ def _both(flops: dict[str, Flops], dense: dict[str, Flops]) -> dict[str, Any]:
         "reduction": {a: dense[a].total / value.total for a, value in flops.items()},
         "components": {a: {k: v / 1e9 for k, v in asdict(value).items()} for a, value in flops.items()},
     }
-
-
-def _name(pattern: Pattern) -> str:
-    return pattern.kind if pattern.kind == "dense" else f"{pattern.kind} {pattern.stride}"
 
 
 COMPONENTS = ("qkv", "scores", "reduce", "proj", "ffw1", "ffw2", "head")

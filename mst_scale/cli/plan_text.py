@@ -5,16 +5,12 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Sequence
 from dataclasses import asdict
-from typing import TYPE_CHECKING
 
 from mst_scale.cli import align
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from mst_scale.plan.answer import Plan
-    from mst_scale.plan.by_phase import PhaseOptions
-    from mst_scale.plan.recommend import Choice
+from mst_scale.plan.answer import Plan, describe_setting, overrides
+from mst_scale.plan.by_phase import PhaseOptions
+from mst_scale.plan.gpus import MEASURED
+from mst_scale.plan.recommend import Choice, describe_layout
 
 GB = 1e9
 CLOSE = 0.03  # a phase must be slower than dense by this much to be called slower
@@ -57,8 +53,6 @@ def format_phases(phases: Sequence[PhaseOptions], gpus: int, gpu: str) -> str:
 
 def _headline(plan: Plan) -> str:
     """Describe the setting that saves the most time, or say that none does; empty for a dense run."""
-    from mst_scale.plan.answer import overrides
-
     if not plan.sparse_parameters:
         return ""
     best, ranks = plan.best, plan.setting.ranks
@@ -81,8 +75,6 @@ def _headline(plan: Plan) -> str:
 
 
 def _conclusion(plan: Plan) -> str:
-    from mst_scale.plan.answer import describe_setting, overrides
-
     s, best = plan.setting, plan.recommended
     lines = [
         f"It fits: {plan.memory.needed / GB:.1f} of {plan.machine.gpu.memory / GB:.0f} GB per GPU; a dense step takes "
@@ -135,8 +127,6 @@ def _conclusion(plan: Plan) -> str:
 
 def _layouts(plan: Plan) -> str:
     """Format the fastest ways to share the model."""
-    from mst_scale.plan.recommend import describe_layout
-
     if plan.setting.ranks == 1:
         return ""
     rows = [["shared by", "ZeRO", "micro", "recompute", "GB", "sharing", "of ZeRO", "bubble", "step", ""]]
@@ -263,8 +253,6 @@ def _topology(plan: Plan) -> str:
 
 
 def _assumptions(plan: Plan) -> str:
-    from mst_scale.plan.gpus import MEASURED
-
     gpu, latency = plan.machine.gpu, plan.machine.latency
     shares = ", ".join(f"{name} {value}" for name, value in asdict(plan.machine.efficiency).items())
     origin = "fitted to measurements" if gpu.name in MEASURED else "assumed"

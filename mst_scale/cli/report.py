@@ -55,10 +55,7 @@ def run(args: argparse.Namespace) -> int:
     """Write the report and print where it is."""
     if args.every < 1:
         raise UserError(f"--every {args.every}: give at least 1 second")
-    try:
-        from mst_scale.report import Report
-    except ModuleNotFoundError as error:
-        raise UserError(f"reports are drawn with matplotlib ({error}): pip install matplotlib") from None
+    from mst_scale.report import Report
 
     if args.out is not None:
         validate_folder("--out", args.out)

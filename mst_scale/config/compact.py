@@ -73,6 +73,10 @@ class Stretch:
     last: int
     """The last step that it trains."""
 
+    def holds(self, start: int, stop: int) -> bool:
+        """Return whether the steps after `start` … `stop` - 1 steps belong to it."""
+        return self.first <= start and stop <= self.last + 1
+
     def contains(self, step: int, settled: int) -> bool:
         """Return whether the step after `step` belongs to it, when topology steps are done up to `settled`."""
         return self.first <= step < self.last and settled >= self.first

@@ -27,7 +27,6 @@ from mst_scale.config.method import MSTConfig
 from mst_scale.errors import UserError
 
 TABLE = Path(__file__).with_name("deepspeed_support.json")
-STATUSES = ("exact", "harmless", "rejected", "untested")
 _TESTS = {kind: f"tests/ranks/config/test_support.py::test_{kind}" for kind in ("feature", "optimizer")}
 
 

@@ -365,7 +365,7 @@ def _write_word_pieces(library: Any, folder: Path) -> None:
     _write_loading(folder, {f"{piece[1:-1].lower()}_token": piece for piece in special})
 
 
-def _byte_characters() -> list[str]:
+def byte_characters() -> list[str]:
     """Return the visible character that byte-level BPE writes for each byte, as GPT-2's files do."""
     visible = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
     hidden = [byte for byte in range(256) if byte not in visible]
@@ -392,7 +392,7 @@ def merges_of(ranks: dict[bytes, int]) -> list[tuple[bytes, bytes]]:
 
 
 def _write_bpe(ranks: dict[bytes, int], end_of_text: int, folder: Path, *, split_words: bool) -> None:
-    characters = _byte_characters()
+    characters = byte_characters()
 
     def spelled(token: bytes) -> str:
         return "".join(characters[byte] for byte in token)

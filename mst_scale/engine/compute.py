@@ -177,11 +177,7 @@ class CompactLayers:
 
     def choose(self, name: str, sparsity: float) -> str:
         """Return the backend for a layer at a sparsity."""
-        if name not in self.products:
-            return "dense"
-        parameter, shape = self.parameters[name], self.products[name].shape
-        device, dtype = parameter.device.type, parameter.dtype
-        return dispatch.select(self.backend, device, dtype, shape, sparsity, self.block, self.crossovers)
+        return dispatch.select_for(self, name, sparsity)
 
 
 class CompactCompute(SparseCompute):

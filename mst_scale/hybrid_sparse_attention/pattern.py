@@ -40,6 +40,11 @@ class Pattern:
         if not isinstance(self.stride, int) or isinstance(self.stride, bool) or self.stride < 1:
             raise UserError(f"attention stride {self.stride!r} must be a whole number of at least 1")
 
+    @property
+    def label(self) -> str:
+        """The pattern in tables: "dense", "strided 256"."""
+        return self.kind if self.kind == "dense" else f"{self.kind} {self.stride}"
+
     def __str__(self) -> str:
         return "dense" if self.kind == "dense" else f"{self.kind} (stride {self.stride})"
 

@@ -136,6 +136,6 @@ def _trains(experiment: Experiment, inside: Sequence[Stretch]) -> tuple[int, int
     if len(experiment.sparsities) == 1:
         return None
     for one in compact_stretches(experiment, why_method_not_compact):
-        if one.first <= inside[0].start and inside[-1].stop <= one.last + 1:
+        if one.holds(inside[0].start, inside[-1].stop):
             return one.first, one.last
     return 0, experiment.training.steps

@@ -55,7 +55,6 @@ LISTED_WHOLE = 1 << 16  # a topology step lists all candidates of smaller layers
 LISTED = 0.08  # … about this share
 LISTED_BYTES = 8  # key and position
 INDEX_BYTES, WIDE_INDEX_BYTES, NARROW = 4, 8, 1 << 31  # of a compact parameter, by the size of its matrix
-WHOLE = Share()
 
 
 @dataclass(frozen=True)
@@ -333,19 +332,6 @@ def _places(found: tuple[Parameter, ...], ranks: int) -> Iterator[tuple[Paramete
 # --- activations ---
 
 
-def kept_bytes(model: ModelConfig, micro: int, width: int, recompute: bool, share: Share = WHOLE) -> int:
-    """Return the bytes that autograd has saved on one rank when the forward pass is done, for values of `width` bytes.
-
-    A rank of a tensor-parallel group of t keeps 1/t of q, k, v, of attention's output and rows and of the MLP's inner
-    values. A rank that shares a sequence with s - 1 others keeps everything of 1/s of the tokens. A pipeline stage
-    keeps its own blocks, once for every micro-batch in flight.
-    """
-    layers = model.n_layer if share.layers is None else share.layers
-    block, ends = _kept(model, micro, width, share)
-    stream = micro * model.seq_length // share.sequence * model.n_embd * width
-    return share.in_flight * layers * (stream if recompute else block) + ends
-
-
 def _kept(model: ModelConfig, micro: int, width: int, share: Share) -> tuple[int, int]:
     """(bytes of a block, bytes of everything before and after the blocks)."""
     tokens, predicted = micro * model.seq_length // share.sequence, micro * model.predicted // share.sequence
@@ -353,8 +339,12 @@ def _kept(model: ModelConfig, micro: int, width: int, share: Share) -> tuple[int
     return block_bytes(model, micro, width, share), ends
 
 
-def block_bytes(model: ModelConfig, micro: int, width: int, share: Share = WHOLE) -> int:
-    """Return the bytes that one block keeps."""
+def block_bytes(model: ModelConfig, micro: int, width: int, share: Share) -> int:
+    """Return the bytes that autograd saves in the forward pass of one block, for values of `width` bytes.
+
+    A rank of a tensor-parallel group of t keeps 1/t of q, k, v, of attention's output and rows and of the MLP's inner
+    values. A rank that shares a sequence with s - 1 others keeps everything of 1/s of the tokens.
+    """
     tokens, t = micro * model.seq_length // share.sequence, share.tensor
     wide = (4 * model.n_embd + (4 * model.n_embd + 2 * model.ffw) // t) * width
     return tokens * (wide + 4 * FP32 + FP32 * model.n_head // t)

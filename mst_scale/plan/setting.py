@@ -202,7 +202,7 @@ def stretch_settings(experiment: Experiment, s: Setting) -> Callable[[int, int],
     ]
 
     def of(start: int, stop: int) -> Setting:
-        return next((there for one, there in found if one.first <= start and stop <= one.last + 1), s)
+        return next((there for one, there in found if one.holds(start, stop)), s)
 
     return of
 

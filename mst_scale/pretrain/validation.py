@@ -8,7 +8,6 @@ so a resumed run keeps the one recorded in its checkpoints (`zero_shards.adam_of
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import difflib
 import importlib.util
@@ -27,6 +26,7 @@ from mst_scale.comm import Mesh, logger
 from mst_scale.config import Experiment, TrainingConfig
 from mst_scale.config.parallel import sizes_of, without_sizes
 from mst_scale.config.support import precision_of, stage_of
+from mst_scale.doctor import machine
 from mst_scale.errors import UserError, format_value
 
 MONITORS = {"tensorboard": "tensorboard", "wandb": "wandb", "comet": "comet_ml", "csv_monitor": None}
@@ -246,18 +246,10 @@ def _validate_memory(experiment: Experiment, ranks: int) -> None:
     """Check that the float32 weights alone fit in memory, a lower bound for any setting (`mst plan` is exact)."""
     weights, sizes = experiment.model.weights, sizes_of(experiment.deepspeed)
     shards = ranks if stage_of(experiment.deepspeed) == 3 else sizes.tensor * sizes.pipeline
-    needed, memory = 4 * weights // shards, _machine_memory()
+    needed, memory = 4 * weights // shards, machine.free_memory()[1]
     if needed > memory:
         raise UserError(
             f"the model has {weights / 1e9:,.1f} billion weights, which take {needed / 1e9:,.0f} GB per process in "
             f"float32, but this machine has {memory / 1e9:,.0f} GB: choose a smaller model, or ZeRO stage 3 on more "
             "machines (see mst plan)"
         )
-
-
-def _machine_memory() -> int:
-    """Return the memory of this machine in bytes, or the limit of its container."""
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    with contextlib.suppress(OSError, ValueError):  # no cgroup, or one without a limit ("max")
-        memory = min(memory, int(Path("/sys/fs/cgroup/memory.max").read_text()))
-    return memory

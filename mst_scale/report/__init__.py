@@ -32,7 +32,7 @@ from mst_scale.hybrid_sparse_attention.pattern import ACCOUNTINGS
 from mst_scale.report import comparison, frontier, summary, topology_charts, weight_charts
 from mst_scale.report.groups import group_runs
 from mst_scale.report.reader import Reader, Run
-from mst_scale.report.style import DARK, LIGHT, Missing, Plot, drawn, drawn_png, inline, recoloured
+from mst_scale.report.style import DARK, LIGHT, Missing, Plot, drawn, inline
 from mst_scale.report.summary import Table
 
 MAX_SECTIONS = 8  # groups with sections of their own
@@ -173,8 +173,9 @@ class Report:
         png, svg = drawn(plot, LIGHT, png=pictures)
         files = {}
         if pictures:
-            files = {f"{key}.png": png, f"{key}.svg": svg.encode(), f"{key}-dark.png": drawn_png(plot, DARK)}
-            files[f"{key}-dark.svg"] = recoloured(svg, DARK).encode()
+            dark_png, dark_svg = drawn(plot, DARK, png=True)
+            files = {f"{key}.png": png, f"{key}.svg": svg.encode()}
+            files |= {f"{key}-dark.png": dark_png, f"{key}-dark.svg": dark_svg.encode()}
         for name, content in files.items():
             (self.out / name).write_bytes(content)
         place = plot.place and prefix + plot.place

@@ -111,23 +111,12 @@ def drawn(plot: Plot, theme: Theme, png: bool) -> tuple[bytes, str]:
     """Return (PNG if `png`, SVG) of a plot in this theme."""
     with mpl.rc_context(_settings(theme, plot.key)):
         figure = render(plot, theme)
-        picture = _png(figure) if png else b""
-        text = io.StringIO()
+        picture, text = io.BytesIO(), io.StringIO()
+        if png:
+            FigureCanvasAgg(figure).print_png(picture, metadata={"Software": None})
+            figure.set_layout_engine("none")  # the layout is final
         FigureCanvasSVG(figure).print_svg(text, metadata={"Date": None, "Creator": None, "Format": None, "Type": None})
-    return picture, text.getvalue()
-
-
-def drawn_png(plot: Plot, theme: Theme) -> bytes:
-    """Return the PNG of a plot in this theme."""
-    with mpl.rc_context(_settings(theme, plot.key)):
-        return _png(render(plot, theme))
-
-
-def _png(figure: Figure) -> bytes:
-    picture = io.BytesIO()
-    FigureCanvasAgg(figure).print_png(picture, metadata={"Software": None})
-    figure.set_layout_engine("none")  # the layout is final
-    return picture.getvalue()
+    return picture.getvalue(), text.getvalue()
 
 
 def _settings(theme: Theme, salt: str) -> dict[str, Any]:
@@ -154,13 +143,6 @@ def _settings(theme: Theme, salt: str) -> dict[str, Any]:
         "svg.fonttype": "none",  # text stays text: sharp, selectable, and visible to the page's tests
         "svg.hashsalt": salt,
     }
-
-
-def recoloured(svg: str, theme: Theme) -> str:
-    """Return a light drawing in another theme's colours."""
-    for role, colour in LIGHT.colours().items():
-        svg = svg.replace(colour, theme.colours()[role])
-    return svg
 
 
 def inline(svg: str, key: str, label: str) -> str:

@@ -18,6 +18,7 @@ import functools
 import logging
 import math
 from collections.abc import Iterable, Mapping
+from typing import Any
 
 import torch
 
@@ -48,6 +49,21 @@ def select(  # noqa: PLR0917
     chosen, why = choose(device, dtype, shape, sparsity, block, agreed)
     _log_choice(device, dtype, chosen, why)
     return chosen
+
+
+def select_for(layers: Any, name: str, sparsity: float) -> str:
+    """Return the backend for one of a model's layers at a sparsity; "dense" needs no mask.
+
+    Args:
+        layers: the model's `SparseLayers` or `CompactLayers`.
+        name: the parameter.
+        sparsity: of its mask.
+    """
+    if name not in layers.products or sparsity == 0:
+        return "dense"
+    parameter, shape = layers.parameters[name], layers.products[name].shape
+    device, dtype = parameter.device.type, parameter.dtype
+    return select(layers.backend, device, dtype, shape, sparsity, layers.block, layers.crossovers)
 
 
 def choose(  # noqa: PLR0917

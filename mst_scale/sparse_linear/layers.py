@@ -181,11 +181,7 @@ class SparseLayers:
 
     def choose(self, name: str, sparsity: float) -> str:
         """Return the backend for a parameter at a sparsity; "dense" needs no mask."""
-        if name not in self.products or sparsity == 0:
-            return "dense"
-        parameter, shape = self.parameters[name], self.products[name].shape
-        device, dtype = parameter.device.type, parameter.dtype
-        return dispatch.select(self.backend, device, dtype, shape, sparsity, self.block, self.crossovers)
+        return dispatch.select_for(self, name, sparsity)
 
     def set_mask(self, name: str, active: torch.Tensor | None, chosen: str) -> None:
         """From now on, compute with the mask `active` (bool, of the parameter's shape), or dense if it is None."""

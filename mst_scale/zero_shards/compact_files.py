@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 
-from mst_scale import snapshot
+from mst_scale import snapshot, tensor_files
 from mst_scale.errors import Damaged, UserError
 from mst_scale.mixed_growing import packed_bits
 from mst_scale.mixed_growing.masks import LayerMask
@@ -83,14 +83,8 @@ def read(checkpoint: Path) -> dict[str, CompactIndex]:
 
 def _read(path: Path, stage: int) -> tuple[dict[str, CompactIndex], int]:
     """Return the indexes in a file, and the number of files."""
-    try:
-        with safe_open(path, framework="pt") as file:
-            head = json.loads((file.metadata() or {}).get("mst", "null"))
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
-    except FileNotFoundError:
-        raise Damaged(f"{path} is missing: copy the checkpoint again with its {FOLDER} folder") from None
-    except (SafetensorError, OSError, ValueError) as error:
-        raise Damaged(f"{path} is damaged or cut short ({error})") from None
+    with tensor_files.opened(path) as file:
+        head, tensors = tensor_files.head_of(file), tensor_files.tensors_of(file)
     known = head.get("format") if isinstance(head, dict) else None
     if known not in (FORMAT, OF_STAGES):
         raise UserError(
