@@ -1,4 +1,4 @@
-"""Runs `mst bench WHAT`: the programs in benchmarks/, each of which compares with the strongest baseline."""
+"""Runs `mst bench BENCHMARK`: the programs in benchmarks/, each of which compares with the strongest baseline."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ Run a benchmark on this machine. Our code and the baseline alternate within one 
   training          the overhead of our training loop and of the masks over a plain DeepSpeed step
   verify            what training.verify_every costs: a micro-batch computed twice, and digests of all values
 
-The arguments after WHAT are passed to that program; `mst bench WHAT --help` lists its options. --json prints
+The arguments after BENCHMARK are passed to that program; `mst bench BENCHMARK --help` lists its options. --json prints
 {"machine": …, "rows": [{…, "ours_ms", "baseline", "baseline_ms", "speedup"} …]}, and --markdown prints the table that
 is kept in benchmarks/results/. A row that cannot be measured here has "speedup": null and a reason.
 
@@ -60,7 +60,7 @@ def add(subparsers: Any) -> None:
     """Add the command to the parser."""
     command = add_command(subparsers, "bench", run, "measure speed on this machine", TEXT)
     names = list(PROGRAMS)
-    command.add_argument("what", choices=[*names, *_deprecated.BENCHMARKS], metavar="WHAT", help=", ".join(names))
+    command.add_argument("what", choices=[*names, *_deprecated.BENCHMARKS], metavar="BENCHMARK", help=", ".join(names))
     command.add_argument("options", nargs=argparse.REMAINDER, metavar="…", help="options of that benchmark")
 
 

@@ -1,4 +1,4 @@
-"""`mst launch HOW`: starts a run on this machine, on a list of machines or on a cluster."""
+"""`mst launch LAUNCHER`: starts a run on this machine, on a list of machines or on a cluster."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ saves a checkpoint before it stops.
   hostfile   the machines of a hostfile, over ssh or pdsh
   sweep      every combination of methods and seeds, with one of the launchers above, and a table of the results
 
-The arguments after HOW are passed to that launcher: its options, then CONFIG, then arguments of mst_scale.pretrain.
+The arguments after LAUNCHER are passed to that launcher: its options, then CONFIG, then arguments of mst_scale.pretrain.
 CONFIG is a file, or the name of a ready-made config:
 
   {names}
 
-`mst launch HOW --help` lists the options of a launcher; each has --dry-run, which shows what would run. In a clone the
+`mst launch LAUNCHER --help` lists the options of a launcher; each has --dry-run, which shows what would run. In a clone the
 same launchers are scripts, launchers/*.sh.
 
 examples:
@@ -42,7 +42,7 @@ def add(subparsers: Any) -> None:
 
     text = TEXT.format(names=", ".join(ready_configs()))
     command = add_command(subparsers, "launch", run, "start a run on this machine or a cluster", text)
-    command.add_argument("how", choices=FOR_USERS, metavar="HOW", help=", ".join(FOR_USERS))
+    command.add_argument("how", choices=FOR_USERS, metavar="LAUNCHER", help=", ".join(FOR_USERS))
     command.add_argument("options", nargs=argparse.REMAINDER, metavar="…", help="options of that launcher, and CONFIG")
 
 
