@@ -391,8 +391,9 @@ def seal_files(draft: Path, final: Path, manifest: dict[str, Any]) -> None:
 
 @contextlib.contextmanager
 def draft_of(out: Path) -> Iterator[Path]:
-    """Yield a folder to write to; it is renamed to `out` at the end, or removed after an error."""
+    """Yield a folder to write to; it is renamed to `out` at the end, or removed after an error, with new parents."""
     draft = out.with_name(out.name + PARTIAL)
+    made = [parent for parent in draft.parents if not parent.exists()]
     shutil.rmtree(draft, ignore_errors=True)
     draft.mkdir(parents=True)
     try:
@@ -400,6 +401,9 @@ def draft_of(out: Path) -> Iterator[Path]:
         os.rename(draft, out)
     except BaseException:
         shutil.rmtree(draft, ignore_errors=True)
+        for parent in made:
+            with contextlib.suppress(OSError):  # not empty
+                parent.rmdir()
         raise
 
 

@@ -81,7 +81,7 @@ def main() -> None:
     while True:
         try:
             job = connection.recv()
-        except EOFError:
+        except (EOFError, OSError):  # the rank has closed it, or was killed
             return
         if isinstance(job, Listen):
             listen(job)

@@ -18,13 +18,13 @@ saves a checkpoint before it stops.
   hostfile   the machines of a hostfile, over ssh or pdsh
   sweep      every combination of methods and seeds, with one of the launchers above, and a table of the results
 
-The arguments after LAUNCHER are passed to that launcher: its options, then CONFIG, then arguments of mst_scale.pretrain.
-CONFIG is a file, or the name of a ready-made config:
+The arguments after LAUNCHER are passed to it: its options, then CONFIG, then arguments of mst_scale.pretrain. CONFIG
+is a file, or the name of a ready-made config:
 
   {names}
 
-`mst launch LAUNCHER --help` lists the options of a launcher; each has --dry-run, which shows what would run. In a clone the
-same launchers are scripts, launchers/*.sh.
+`mst launch LAUNCHER --help` lists the options of a launcher; each has --dry-run, which checks the run and shows what
+would be started. In a clone the same launchers are scripts, launchers/*.sh.
 
 examples:
   mst launch local demo --out runs/demo

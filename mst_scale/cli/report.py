@@ -46,15 +46,17 @@ def add(subparsers: Any) -> None:
     option("runs", nargs="+", type=Path, metavar="RUN", help="the folder of a run")
     option("--out", type=Path, metavar="DIR", help="folder of the report (default: RUN/report, or ./report)")
     option("--watch", action="store_true", help="update the report while the runs train, until they end")
-    option("--every", type=int, default=30, metavar="S", help="seconds between two updates (default: 30)")
+    option("--every", type=int, metavar="S", help="with --watch: seconds between two updates (default: 30)")
     option("--compute-frontier", action="store_true", help="FLOP multipliers of each method over dense training")
     option("--json", action="store_true", help="print one JSON object")
 
 
 def run(args: argparse.Namespace) -> int:
     """Write the report and print where it is."""
-    if args.every < 1:
+    if args.every is not None and args.every < 1:
         raise UserError(f"--every {args.every}: give at least 1 second")
+    if args.every is not None and not args.watch:
+        raise UserError(f"--every {args.every} has no effect without --watch: add it, or leave out --every")
     from mst_scale.report import Report
 
     if args.out is not None:
@@ -64,7 +66,7 @@ def run(args: argparse.Namespace) -> int:
     if args.watch and args.compute_frontier:
         raise UserError("--compute-frontier compares finished runs: leave out --watch")
     if args.watch:
-        _watch(report, args.every)
+        _watch(report, args.every or 30)
     report.read()
     found = report.write_frontier(progress=_progress) if args.compute_frontier else report.write(progress=_progress)
     _progress("")

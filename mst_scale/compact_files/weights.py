@@ -82,13 +82,18 @@ def open_weights(path: Path, config: Path | None = None, *, causal: bool = True)
         UserError: if there is no such model, or it is not one of ours.
         Damaged: if a file of a checkpoint was cut short.
     """
+    exported = is_compact(path) or (
+        model_config.is_transformers(path / "config.json") and not (path / "latest").is_file()
+    )
+    if exported and config is not None:
+        raise UserError(f"{path} holds its own config, so another one has no effect: leave out --config {config}")
     if is_compact(path):
         found = _of_compact(path)
     elif path.is_file():
         raise UserError(f"{path} is not a compact file of mst_scale: name one, or the folder of a run or a checkpoint")
     elif not path.exists():
         raise UserError(f"there is no {path}: name a run, a checkpoint, or what mst export has written")
-    elif model_config.is_transformers(path / "config.json") and not (path / "latest").is_file():
+    elif exported:
         found = _of_gpt2(path)
     elif (other := find_transformers(path, config)) is not None:
         raise UserError(

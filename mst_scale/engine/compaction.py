@@ -67,7 +67,9 @@ def make_compact(
     stages = Stages(model.mpu().get_pipe_parallel_group() if isinstance(model, PipelineModule) else None)
     reason = _why_dense_here(optimizer, model, others) or why_not_compact(experiment)
     if reason is None:
-        targets = stages.agree(lambda: choose_targets(model, experiment.mst.targets))
+        targets = stages.agree(
+            lambda: choose_targets(model, experiment.mst.targets, frozen=experiment.mst.masks is not None)
+        )
         why = next((why for name, p in targets.items() if (why := _why_layer_stays(model, name, p))), None)
         reason = next((of_stage for of_stage in stages.all(why) if of_stage is not None), None)
     if reason is not None and experiment.trains is not None:

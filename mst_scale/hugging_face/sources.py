@@ -76,7 +76,7 @@ class Source:
         """The attention pattern with which this checkpoint was trained."""
         if self.step is None or self.experiment.mst.method is None:
             return Pattern("dense")
-        return self.experiment.attention_schedule.pattern_at(self.step)
+        return self.experiment.attention_schedule.pattern_at(self.step).within(self.experiment.model.seq_length)
 
     def model(self) -> torch.nn.Module:
         """Load the model in float32, with the attention pattern that it was trained with."""
@@ -216,9 +216,13 @@ class TransformersSource:
     @property
     def pattern(self) -> Pattern:
         """The attention pattern with which this checkpoint was trained."""
+        found = Pattern("dense")
         if self._about:
-            return Pattern(**self._about["attention"]) if "attention" in self._about else Pattern("dense")
-        return Pattern("dense") if self.experiment is None else self.experiment.attention_schedule.pattern_at(self.step)
+            found = Pattern(**self._about.get("attention", {}))
+        elif self.experiment is not None:
+            found = self.experiment.attention_schedule.pattern_at(self.step)
+        context = self.config.get("max_position_embeddings", self.config.get("n_positions"))
+        return found.within(context) if isinstance(context, int) else found
 
     @property
     def _about(self) -> dict[str, Any]:

@@ -52,6 +52,10 @@ class Pattern:
         """Return whether the pattern contains every (causal) pair, so that dense kernels compute the same."""
         return self.kind == "dense" or self.stride == 1 or self.stride >= length
 
+    def within(self, length: int) -> Pattern:
+        """Return the pattern, or the dense one if it leaves out no pair in sequences of this length."""
+        return Pattern("dense") if self.is_dense(length) else self
+
     def allows(self, query: torch.Tensor, key: torch.Tensor, causal: bool = True) -> torch.Tensor:
         """Return whether queries see keys, elementwise on broadcast positions."""
         difference = query - key

@@ -78,6 +78,7 @@ class Integration:
             args = None
         made = api.initialize(args, model, optimizer, model_parameters, config=raw, **others)
         _look_like_an_optimizer(made[0])
+        _keep_until_written(model, made[0])
         self.made = weakref.ref(made[0])
         self.recorded = None
         if trainer:
@@ -213,6 +214,24 @@ def _of_scheduler(config: dict[str, Any]) -> int | None:
 def _of_lightning(model: Any) -> int | None:
     steps = getattr(getattr(model, "_trainer", None), "estimated_stepping_batches", None)
     return steps if isinstance(steps, int) and steps > 0 else None
+
+
+def _keep_until_written(model: Any, engine: Any) -> None:
+    """Let Lightning remove an older checkpoint only when the newer one is complete (training.async_save)."""
+    strategy = getattr(getattr(model, "_trainer", None), "strategy", None)
+    if strategy is None or engine.mst.saves is None:
+        return
+    remove, mst = strategy.remove_checkpoint, engine.mst
+
+    def remove_checkpoint(path: Any) -> None:
+        try:
+            mst.finish_save()
+        except OSError as error:
+            logger.error("%s: %s is kept", error, path)
+        else:
+            remove(path)
+
+    strategy.remove_checkpoint = remove_checkpoint
 
 
 def _look_like_an_optimizer(engine: Any) -> None:

@@ -1,8 +1,7 @@
-"""Reads the command line of a launcher, checks its CONFIG before anything runs, and writes commands for a shell.
+"""Reads the command line of a launcher, checks the run before anything starts, and writes commands for a shell.
 
 Ranks that share a layer must stay on one node. Ranks fill one node after the other, and neighbors share a layer
-(DeepSpeed's `tensor_parallel.autotp_size`), so whole groups on every node are enough. Whatever else is wrong with a
-config is reported by `mst_scale.pretrain`.
+(DeepSpeed's `tensor_parallel.autotp_size`), so whole groups on every node are enough.
 """
 
 from __future__ import annotations
@@ -13,15 +12,18 @@ import shlex
 from argparse import Namespace
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import pairwise
+from pathlib import Path
 
-from mst_scale.config.load import load
+from mst_scale.comm import logger
+from mst_scale.config import Experiment
 from mst_scale.config.parallel import KEYS, sizes_of
-from mst_scale.config.presets import config_file, describe_missing, ready_configs
+from mst_scale.config.presets import describe_missing, ready_configs
 from mst_scale.errors import UserError
+from mst_scale.pretrain.start import output_folder, parse_arguments, read_experiment
 
 PORTS = ("--port", "--ssh-port")
 COUNTS = ("--processes", "--nodes", "--ranks-per-node", "--cpus-per-rank")  # 0 of them train nothing
+OF_PRETRAIN_TOO = ("--out", "--elastic")
 
 
 def read_options(
@@ -35,7 +37,6 @@ def read_options(
 ) -> tuple[Namespace, str, list[str]]:
     """Read the options in front of CONFIG; what follows it belongs to `mst_scale.pretrain`.
 
-    Whether CONFIG exists is checked before a node is asked for; what else may be wrong with it is reported by pretrain.
     argparse cannot do this: an option here may take a word that begins with a dash (`--sbatch --qos=long`).
 
     Args:
@@ -50,7 +51,8 @@ def read_options(
         The values by name, CONFIG, and the arguments of pretrain.
 
     Raises:
-        UserError: An option is unknown, its value is missing or not a number, or there is no such config.
+        UserError: An option is unknown or comes after CONFIG, its value is missing or not a number, or there is no
+            such config.
         SystemExit: Help was asked for.
     """
     values: dict[str, object] = {**numbers, **texts, **{name: [] for name in lists}, **dict.fromkeys(flags, False)}
@@ -86,6 +88,10 @@ def read_options(
     config, *arguments = rest
     if not os.path.isfile(config) and config not in ready_configs():
         raise UserError(describe_missing(config))
+    for word in arguments:
+        name = word.partition("=")[0]
+        if name in values and name not in OF_PRETRAIN_TOO:
+            raise UserError(f"{name} is an option of the launcher: write it before CONFIG")
     options = {name.lstrip("-").replace("-", "_"): value for name, value in values.items()}
     return Namespace(**options), config, arguments
 
@@ -115,10 +121,26 @@ def quoted(words: Sequence[str], variables: Mapping[str, str] | None = None) -> 
     return shlex.join(words)
 
 
-def check_groups(
+def read_run(config: str, arguments: Sequence[str]) -> tuple[Experiment, Path]:
+    """Return the experiment that the arguments of `mst_scale.pretrain` ask for, and its folder.
+
+    Raises:
+        UserError: The config or an argument is wrong.
+        SystemExit: An argument is unknown, or asks for help.
+    """
+    args = parse_arguments(["--deepspeed_config", config, *arguments])
+    before, logger.disabled = logger.disabled, True  # pretrain will log the same
+    try:
+        experiment = read_experiment(args)
+    finally:
+        logger.disabled = before
+    return experiment, output_folder(args, experiment)
+
+
+def check_run(
     config: str, nodes: Iterable[tuple[str, int]], arguments: Sequence[str], mapped_by: str | None = None
 ) -> None:
-    """Reject a start that would split a tensor-parallel group over two nodes.
+    """Check a run before anything starts, and that no tensor-parallel group is split over two nodes.
 
     Args:
         config: The experiment, as given to the launcher.
@@ -127,15 +149,9 @@ def check_groups(
         mapped_by: An option of mpirun by which ranks take another order.
 
     Raises:
-        UserError: A group would leave its node, or might.
+        UserError: The config or an argument is wrong, or a group would leave its node, or might.
     """
-    path = config_file(config)
-    if not any("autotp_size" in word for word in arguments) and "autotp_size" not in path.read_text(errors="replace"):
-        return
-    try:
-        tensor = sizes_of(load(config, overrides(arguments)).deepspeed).tensor
-    except (UserError, OSError):
-        return  # pretrain reports it
+    tensor = sizes_of(read_run(config, arguments)[0].deepspeed).tensor
     stated = f"{KEYS['tensor']} = {tensor}"
     if tensor > 1 and mapped_by is not None:
         raise UserError(f"{stated} needs neighboring ranks on one node: leave {mapped_by} out")
@@ -148,9 +164,3 @@ def check_groups(
                 f"{stated}: the {count} processes of {node} cannot be divided into groups of {tensor}, which must not "
                 f"span nodes: start a multiple of it on each node, or --set {KEYS['tensor']}={math.gcd(count, tensor)}"
             )
-
-
-def overrides(arguments: Sequence[str]) -> list[str]:
-    """Return the values of --set among the arguments of pretrain."""
-    stated = [after for word, after in pairwise(arguments) if word == "--set"]
-    return stated + [word.removeprefix("--set=") for word in arguments if word.startswith("--set=")]

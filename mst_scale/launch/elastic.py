@@ -17,10 +17,10 @@ from pathlib import Path
 from mst_scale.config import Experiment
 from mst_scale.config.parallel import sizes_of
 from mst_scale.errors import UserError
+from mst_scale.launch.command_line import read_run
 from mst_scale.launch.restarts import CORRUPTED, healthy_seconds
 from mst_scale.launch.supervisor import Reports, Supervisor, say
 from mst_scale.pretrain.elastic import batch_of, can_train, check_elastic
-from mst_scale.pretrain.start import output_folder, parse_arguments, read_experiment
 
 FLAG = "--elastic"  # of mst_scale.pretrain too
 RESIZED = "MST_RESIZED"  # the variable that counts the changes of the number of ranks
@@ -77,13 +77,6 @@ def _range(text: str) -> tuple[int, int]:
     if least > most:
         raise UserError(f"{FLAG} {text}: MIN is larger than MAX: write {most}:{least}")
     return least, most
-
-
-def read_run(config: str, arguments: Sequence[str]) -> tuple[Experiment, Path]:
-    """Return the experiment that the arguments of `mst_scale.pretrain` ask for, and its folder."""
-    args = parse_arguments(["--deepspeed_config", config, *arguments])
-    experiment = read_experiment(args)
-    return experiment, output_folder(args, experiment)
 
 
 @dataclass

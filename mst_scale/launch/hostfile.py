@@ -30,7 +30,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from mst_scale.errors import UserError
-from mst_scale.launch.command_line import check_groups, quoted, read_options, seconds_in
+from mst_scale.launch.command_line import check_run, quoted, read_options, seconds_in
 from mst_scale.launch.environment import SCRIPTS, carried_variables, load_cluster_settings
 from mst_scale.launch.node import ranks_of_node
 from mst_scale.launch.restarts import RESTARTS, keep_running
@@ -94,7 +94,7 @@ def main(words: list[str]) -> int:
         raise UserError(f"{options.launcher} is not installed here")
     hostfile = Path(options.hostfile)
     nodes = _read(hostfile)
-    check_groups(config, nodes, arguments)  # DeepSpeed numbers ranks along the file, each line's slots together
+    check_run(config, nodes, arguments)  # DeepSpeed numbers ranks along the file, each line's slots together
     load_cluster_settings()
     os.environ["MST_LAUNCHER"] = "hostfile"
     hosts = [name for name, _ in nodes]

@@ -30,7 +30,7 @@ from collections.abc import Callable
 
 from mst_scale.comm import free_port
 from mst_scale.errors import UserError
-from mst_scale.launch.command_line import check_groups, quoted, read_options
+from mst_scale.launch.command_line import check_run, quoted, read_options
 from mst_scale.launch.elastic import FLAG, elastic_places, keep_changing
 from mst_scale.launch.environment import (
     default_processes,
@@ -71,7 +71,7 @@ def run(
     dry_run: bool = False,
 ) -> int:
     """Pretrain with this many processes of this machine, through DeepSpeed's launcher, and return the exit code."""
-    check_groups(config, [("this machine", processes)], arguments)
+    check_run(config, [("this machine", processes)], arguments)
     places = gpus() or [str(number) for number in range(processes)]
     if len(places) < processes:
         raise UserError(f"{processes} processes need as many GPUs, and there are {len(places)} ({', '.join(places)})")

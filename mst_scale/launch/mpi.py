@@ -24,7 +24,7 @@ import sys
 from pathlib import Path
 
 from mst_scale.errors import UserError
-from mst_scale.launch.command_line import check_groups, quoted, read_options
+from mst_scale.launch.command_line import check_run, quoted, read_options
 from mst_scale.launch.environment import (
     carried_variables,
     default_processes,
@@ -62,7 +62,7 @@ def main(words: list[str]) -> int:
     else:
         nodes = _nodes(Path(hostfile), processes)
     mapped = [word for word in options.mpi_option if _orders_ranks(word)]
-    check_groups(config, nodes, arguments, f"--mpi-option {mapped[-1]}" if mapped else None)
+    check_run(config, nodes, arguments, f"--mpi-option {mapped[-1]}" if mapped else None)
     load_cluster_settings()
     os.environ.update(MST_LAUNCHER="mpi")
     if sys.stdout.isatty():  # ranks cannot tell: OpenMPI gives each a terminal of its own

@@ -59,7 +59,7 @@ def keep_running(
         if time.monotonic() - began >= healthy:
             attempt = 0
         if attempt >= restarts:
-            say(f"the run ended with exit code {code} again, after {restarts} restarts")
+            say(f"the run ended with exit code {code}" + (f" again, after {restarts} restarts" if restarts else ""))
             return code
         seconds = min(pause * 2**attempt, LONGEST_PAUSE)
         attempt += 1

@@ -41,8 +41,8 @@ from itertools import groupby
 
 from mst_scale.errors import UserError
 from mst_scale.launch import slurm_job
-from mst_scale.launch.command_line import check_groups, quoted, read_options
-from mst_scale.launch.elastic import FLAG, allowed, read_run
+from mst_scale.launch.command_line import check_run, quoted, read_options, read_run
+from mst_scale.launch.elastic import FLAG, allowed
 from mst_scale.launch.environment import ROOT, SCRIPTS
 from mst_scale.launch.restarts import RESTARTS
 from mst_scale.sparsity_variation import PHASES, Schedule
@@ -70,7 +70,7 @@ def main(words: list[str]) -> int:
     ranks = options.gpus_per_node if ranks is None else ranks
     if ranks == 0:
         raise UserError("the number of ranks per node is missing: give --ranks-per-node N")
-    check_groups(config, [("each node", ranks)], arguments)
+    check_run(config, [("each node", ranks)], arguments)
     nodes, numbers = str(options.nodes or 1), None
     if options.elastic is not None:
         for name, value in (("--nodes", options.nodes), ("--nodes-by-phase", options.nodes_by_phase)):

@@ -144,7 +144,10 @@ def _not_adam(source: Path) -> ValueError:
 
 def _save(value: Any, path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    torch.save(value, path)
+    try:
+        torch.save(value, path)
+    except RuntimeError as error:  # torch's writers report a full disk so
+        raise OSError(f"cannot write {path}: {error}") from error
 
 
 class UniversalCheckpoint:

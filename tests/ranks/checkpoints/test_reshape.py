@@ -356,6 +356,16 @@ def test_bad_input(run, tmp_path):
         reshape(folder)
 
 
+def test_a_full_disk_is_one_line_and_leaves_nothing(run, tmp_path, monkeypatch):
+    def full(*_):
+        raise RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 704 vs 598")
+
+    monkeypatch.setattr(torch, "save", full)
+    with pytest.raises(OSError, match=r"cannot write .*zero/"):
+        reshape(run / "whole", tmp_path / "new" / "out")
+    assert [*tmp_path.iterdir()] == []
+
+
 def test_a_universal_checkpoint_is_not_reshaped_again(tmp_path):
     folder = tmp_path / "step00000004"
     folder.mkdir()

@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from peft import IA3Config, LoHaConfig, LoraConfig, get_peft_model
+from peft import IA3Config, LoHaConfig, LoraConfig, PromptTuningConfig, get_peft_model
 
 import mst_scale
 from mst_scale.checkpoints import open_masks
@@ -12,7 +12,7 @@ from mst_scale.config import TargetsConfig
 from mst_scale.engine.adapters import adapters_of, base_name
 from mst_scale.engine.targets import choose_targets
 from mst_scale.errors import UserError
-from mst_scale.zero_shards import grad_norm
+from mst_scale.zero_shards import grad_norm, is_compact
 from tests.ranks.integrations.test_trainer import arguments
 from tests.support import pool
 from tests.support.integrated import Words, digests, opened
@@ -143,6 +143,16 @@ def computed(rank, world, backend):
 def test_sparse_kernels_multiply_with_a_frozen_base():
     (dense,), (sparse,) = (pool.run(computed, 1, backend) for backend in ("dense", "cpu"))
     assert sparse == pytest.approx(dense, rel=1e-5)
+
+
+def test_a_frozen_base_keeps_dense_storage():
+    (compact,), (dense,) = (pool.run(stored, 1, kind) for kind in ("auto", "off"))
+    assert compact == dense and compact[-1] is False
+
+
+def stored(rank, world, kind):
+    engine, *_ = mst_scale.initialize(model=wrapped(), config=config(1, world, compute={"compact": kind}))
+    return [*(step(engine, rank, number) for number in range(3)), is_compact(engine.module)]
 
 
 def by_a_file(rank, world, path):
@@ -293,6 +303,8 @@ def test_merged_weights_keep_the_zeros_of_the_base(given, tmp_path, caplog):
 def test_what_cannot_be_merged_is_named():
     with pytest.raises(UserError, match="peft"):
         mst_scale.merge_adapters(pruned())
+    with pytest.raises(UserError, match="do not change weights"):
+        mst_scale.merge_adapters(get_peft_model(pruned(), PromptTuningConfig("CAUSAL_LM", num_virtual_tokens=2)))
     model = adapted()
     model.merge_adapter()
     with pytest.raises(UserError, match="have already been merged"):

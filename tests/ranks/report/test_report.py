@@ -212,6 +212,7 @@ def test_a_comparison_goes_into_a_folder_of_its_own(tmp_path, monkeypatch, capsy
         (["loop"], "there is no folder loop"),
         (["."], "is not a run"),
         (["a", "--every", "0"], "at least 1 second"),
+        (["a", "--every", "5"], "no effect without --watch"),
     ],
 )
 def test_wrong_use_is_one_line(tmp_path, monkeypatch, capsys, argv, message):

@@ -115,6 +115,13 @@ def test_a_compact_file_is_not_exported_again(tmp_path: Path, capsys: pytest.Cap
         assert "is a compact file already" in error and error.count("\n") == 1
 
 
+def test_a_compact_file_takes_no_other_config(tmp_path: Path):
+    text_run(tmp_path / "run")
+    export_compact(tmp_path / "run", tmp_path / "out")
+    with pytest.raises(UserError, match="leave out --config"):
+        open_weights(tmp_path / "out", tmp_path / "run" / "config.json")
+
+
 def test_a_compact_file_has_the_logits_of_the_run(tmp_path: Path):
     text_run(tmp_path / "run")
     export_compact(tmp_path / "run", tmp_path / "out")

@@ -36,7 +36,8 @@ def test_causal_accounting_is_relative_to_a_causal_kernel() -> None:
 
 @pytest.mark.parametrize("pattern", [Pattern("strided", 1), Pattern("strided", 64), Pattern("fixed", 80)])
 def test_a_pattern_that_holds_every_pair_counts_as_dense(pattern: Pattern) -> None:
-    assert pattern.is_dense(64)
+    assert pattern.is_dense(64) and pattern.within(64) == Pattern("dense")
+    assert Pattern("strided", 63).within(64) == Pattern("strided", 63)
     assert pattern.share(64) == 1.0
     assert pattern.share(64, "causal") == 1.0
 

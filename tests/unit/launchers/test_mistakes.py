@@ -68,6 +68,17 @@ def test_ports(port):
         read_options(["--port", port, "demo"], None, numbers={"--port": None})
 
 
+@pytest.mark.parametrize("words", [["--dry-run"], ["--out", "r", "--partition", "gpu"], ["--partition=gpu"]])
+def test_options_of_the_launcher_after_config(words):
+    with pytest.raises(UserError, match="is an option of the launcher: write it before CONFIG"):
+        slurm.main(["demo", *words])
+
+
+def test_a_sweep_of_an_unknown_method():
+    with pytest.raises(UserError, match="nope"):
+        sweep.main(["--methods", "dense,nope", "--dry-run", "demo"])
+
+
 @pytest.mark.parametrize("stated", ["abc", "-1", "nan", "inf"])
 def test_seconds_of_the_environment(monkeypatch, stated):
     monkeypatch.setenv("MST_PAUSE", stated)

@@ -5,11 +5,11 @@ import contextlib
 import pytest
 
 from mst_scale.errors import UserError
-from mst_scale.launch.command_line import check_groups, overrides
+from mst_scale.launch.command_line import check_run
 
 
 def groups_of(size: object) -> list[str]:
-    return ["--set", f"tensor_parallel.autotp_size={size}"]
+    return ["--set", f"tensor_parallel.autotp_size={size}", "--set", "model.n_head=8"]
 
 
 @pytest.mark.parametrize(
@@ -20,25 +20,34 @@ def groups_of(size: object) -> list[str]:
         (8, {"a": 4}, "--set tensor_parallel.autotp_size=4"),
         (4, {"a": 8, "b": 6}, "the 6 processes of b cannot be divided into groups of 4"),
         (4, {"a": 3}, "--set tensor_parallel.autotp_size=1"),
-        ("many", {"a": 3}, None),  # pretrain reports it
+        ("many", {"a": 3}, "autotp_size must be a positive integer"),
     ],
 )
 def test_whole_groups_on_every_node(size, nodes, named):
     with contextlib.nullcontext() if named is None else pytest.raises(UserError, match=named):
-        check_groups("demo", nodes.items(), groups_of(size))
+        check_run("demo", nodes.items(), groups_of(size))
 
 
 def test_a_node_may_have_several_lines():
-    check_groups("demo", [("a", 2), ("a", 2)], groups_of(4))
+    check_run("demo", [("a", 2), ("a", 2)], groups_of(4))
     with pytest.raises(UserError):
-        check_groups("demo", [("a", 2), ("b", 2)], groups_of(4))
+        check_run("demo", [("a", 2), ("b", 2)], groups_of(4))
 
 
 def test_another_order_of_ranks_is_rejected_for_groups_only():
-    check_groups("demo", [("a", 2)], groups_of(1), "--map-by")
+    check_run("demo", [("a", 2)], groups_of(1), "--map-by")
     with pytest.raises(UserError, match="leave --map-by out"):
-        check_groups("demo", [("a", 2)], groups_of(2), "--map-by")
+        check_run("demo", [("a", 2)], groups_of(2), "--map-by")
 
 
-def test_overrides_are_read_as_pretrain_reads_them():
-    assert overrides(["--out", "x", "--set", "a=1", "--set=b=2"]) == ["a=1", "b=2"]
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (["--method", "nope"], "nope"),
+        (["--set", "mst.sparsity.max=7"], "mst.sparsity.max"),
+        (["--steps", "0"], "training.steps"),
+    ],
+)
+def test_a_wrong_run_is_rejected_before_anything_starts(arguments, named):
+    with pytest.raises(UserError, match=named):
+        check_run("demo", [("this machine", 2)], arguments)
