@@ -75,7 +75,7 @@ def test_more_processes_than_visible_gpus_are_one_line(tmp_path):
     assert child.returncode == 2 and text.count("\n") == 1 and "2 (2, 5)" in text
 
 
-SHARED = ["--set", "tensor_parallel.autotp_size=4"]
+SHARED = ["--set", "tensor_parallel.autotp_size=4", "--set", "model.n_head=4"]
 
 
 WHOLE = "start a multiple of it on each node, or --set tensor_parallel.autotp_size=2"

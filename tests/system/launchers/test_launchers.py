@@ -133,10 +133,10 @@ def test_the_scripts_are_clean():
 
 
 def test_an_option_may_take_a_word_that_begins_with_a_dash():
-    words = ["--sbatch", "--qos=long", "--nodes=2", "--sbatch", "-x", "demo", "--nodes", "3"]
+    words = ["--sbatch", "--qos=long", "--nodes=2", "--sbatch", "-x", "demo", "--steps", "3"]
     options, config, arguments = read_options(words, None, numbers={"--nodes": 1, "--grace": 300}, lists=["--sbatch"])
     assert (options.sbatch, options.nodes, options.grace) == (["--qos=long", "-x"], 2, 300)
-    assert (config, arguments) == ("demo", ["--nodes", "3"]), "what follows the config belongs to pretrain"
+    assert (config, arguments) == ("demo", ["--steps", "3"]), "what follows the config belongs to pretrain"
 
 
 @pytest.mark.parametrize("word", ["0", "-1", "1.5", "two", "٣", ""])

@@ -9,7 +9,7 @@ import subprocess
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import psutil
 import pytest
@@ -176,11 +176,11 @@ def wait(condition, what: str, log: Path) -> None:
         time.sleep(0.1)
 
 
-def submit(cluster, folder: Path, starter: str, *words: str, steps: int = LONG) -> Job:
+def submit(cluster, folder: Path, starter: str, *words: str, steps: int = LONG, **blocks: Any) -> Job:
     """Two nodes with a rank each."""
     folder.mkdir()
     folder.chmod(0o755)
-    out, log, made = folder / HOSTILE, folder / "log", config(folder, HOSTILE + ".json", steps=steps)
+    out, log, made = folder / HOSTILE, folder / "log", config(folder, HOSTILE + ".json", steps=steps, **blocks)
     options = ["--nodes", "2", "--gpus-per-node", "0", "--ranks-per-node", "1", "--cpus-per-rank", "1"]
     options += ["--log", str(log), "--starter", starter, "--sbatch", "--comment=ours", *words]
     child = launch("slurm.sh", *options, str(made), "--out", str(out), cwd=folder, **cluster.environment)
@@ -207,14 +207,14 @@ def test_jobs_go_on_through_preemption_time_limit_and_failure_until_they_are_fin
     gets USR1), goes on, and is told to stop for good. `three` is a mistake, and is not tried again."""
     one = submit(cluster, tmp_path / "one", "srun", "--restarts", "0", "--requeues", "1")
     two = submit(cluster, tmp_path / "two", "deepspeed", "--time", "60", "--grace", "110")
-    three = submit(cluster, tmp_path / "three", "srun", steps=0)
+    three = submit(cluster, tmp_path / "three", "srun", train_batch_size=7)  # two ranks cannot share it
     with ThreadPoolExecutor() as both:
         stories = [both.submit(story, cluster, job) for story, job in ((preempted, one), (out_of_time, two))]
     for ended in stories:
         ended.result()
     wait(lambda: state(cluster, three.number) == "", "the mistake did not end", three.log)
     said = three.log.read_text()
-    assert said.count("training.steps must be") == 1 and "again" not in said
+    assert said.count("train_batch_size = 7") == 1 and "again" not in said
     assert "ExitCode=2:0" in cluster.run("scontrol", "show", "job", three.number)
     assert not list(tmp_path.rglob("hostile")), "no shell has read the names"
 
