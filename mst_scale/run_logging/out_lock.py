@@ -51,10 +51,13 @@ class OutLock:
         """Take the folder and keep it until `release`.
 
         Raises:
-            UserError: if another run holds it.
+            UserError: if another run holds it, or it cannot be created.
             OSError: the same after a launcher's restart, if the other run stays for `patience` seconds.
         """
-        self.path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+        except (FileNotFoundError, PermissionError) as error:  # other errors of the system may pass
+            raise UserError(f"{self.path.parent} cannot be created ({error.strerror}): choose another --out") from None
         deadline = time.monotonic() + (patience if restarted else BRIEFLY)
         while not self._try():
             if time.monotonic() >= deadline:

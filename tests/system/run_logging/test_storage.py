@@ -279,6 +279,11 @@ def test_a_second_run_in_the_same_folder_is_rejected_in_one_line(tmp_path):
     assert pool.run(logged_attempt, 2, arguments(tmp_path, "out", "--steps", "2"))[0][0] == 0
 
 
+def test_a_folder_that_cannot_be_created():
+    with pytest.raises(UserError, match="choose another --out"):
+        OutLock(Path("/proc/self/out")).take(restarted=False)
+
+
 def test_a_file_system_without_locks_is_said_once(tmp_path, monkeypatch, caplog):
     import errno
     import fcntl
