@@ -73,16 +73,10 @@ def _table(path: str) -> str:
 
 def _values(field: FieldInfo) -> str:
     """List the values of a key that takes one of several, unless its description names them all."""
-    values = [value for literal in _literals(field.annotation) for value in typing.get_args(literal)]
+    values = typing.get_args(field.annotation) if typing.get_origin(field.annotation) is typing.Literal else ()
     if all(f"`{value}`" in str(field.description) for value in values):
         return ""
     return f" Values: {', '.join(f'`{value}`' for value in values)}."
-
-
-def _literals(annotation: Any) -> list[Any]:
-    if typing.get_origin(annotation) is typing.Literal:
-        return [annotation]
-    return [literal for part in typing.get_args(annotation) for literal in _literals(part)]
 
 
 def defaults(cls: Any, path: str) -> list[tuple[str, Any]]:

@@ -78,12 +78,14 @@ class BackgroundSaves:
     Attributes:
         copies: where `keep` keeps copies.
         limit: seconds that `finish` waits for a disk that does not answer.
+        failed: the latest save, if it failed.
     """
 
     def __init__(self, ranks: Ranks):
         self.ranks = ranks
         self.copies: KeptCopies | None = None
         self.limit = timeout().total_seconds()
+        self.failed: Saved | None = None
         self.snapshot: Snapshot | None = None
         self.process: subprocess.Popen[bytes] | None = None
         self._connection: Any = None
@@ -208,7 +210,10 @@ class BackgroundSaves:
         if not failed:
             if self.copies is not None and kept is not None:
                 self.copies.newest = kept
-            return Saved(step, None) if kept is None else None
+            if kept is not None:
+                return None
+            self.failed = None
+            return Saved(step, None)
         if self._outcome == _BUSY:
             self._end_process()
             if failed[0][0] == self.ranks.rank:
@@ -217,7 +222,8 @@ class BackgroundSaves:
             return None
         rank, error = failed[0]
         self.ranks.on_first(lambda: shutil.rmtree(draft, ignore_errors=True))
-        return Saved(step, f"rank {rank}: {error}" if rank else error)
+        self.failed = Saved(step, f"rank {rank}: {error}" if rank else error)
+        return self.failed
 
     def wait_here(self) -> None:
         """Wait until this rank's part of a save is written, without the other ranks: the program ends."""

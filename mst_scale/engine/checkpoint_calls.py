@@ -42,11 +42,12 @@ def save_in_background(engine: Any) -> BackgroundSaves | None:
     swept: set[Path] = set()
 
     def save_checkpoint(save: Callable[..., Any], given: dict[str, Any]) -> Any:
-        before = saves.finish()
+        saves.finish()
+        before, saves.failed = saves.failed, None
         if (folder := Path(given["save_dir"])) not in swept:
             saves.ranks.on_first(lambda: _sweep(folder))
             swept.add(folder)
-        if before is not None and before.error is not None:
+        if before is not None:
             if saves.ranks.first:
                 logger.error("step %d was not saved (%s): this save blocks", before.step, before.error)
             return save(**given)

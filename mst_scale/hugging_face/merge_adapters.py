@@ -35,7 +35,7 @@ def merge_adapters(model: Any, masks: Mapping[str, torch.Tensor] | str | Path | 
         UserError: if there is nothing to merge, ZeRO-3 has partitioned the weights, or a mask does not fit.
     """
     if not hasattr(model, "merge_and_unload"):
-        if hasattr(model, "peft_config"):
+        if type(model).__module__.startswith("peft."):
             raise UserError("merge_adapters cannot merge these adapters, because they do not change weights (prompts)")
         raise UserError(f"merge_adapters requires a model that peft has wrapped, not a {type(model).__name__}")
     if any(hasattr(p, "ds_id") for p in model.parameters()):

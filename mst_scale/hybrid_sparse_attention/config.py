@@ -45,7 +45,8 @@ class AttentionConfig:
     phase_strides: PhaseStrides = Field(default_factory=PhaseStrides, description="Strides of individual phases.")
     dense_from: Literal["ultra_end", "restore_end"] | Duration = Field(
         default="restore_end",
-        description="When attention turns dense: at the end of a phase, or after a duration from the start of the run.",
+        description="When attention turns dense: at the end of the phase (`restore_end`, `ultra_end`), or after a "
+        "duration from the start of the run.",
     )
     backend: Literal["auto", "dense", "cpp", "triton", "blocked", "definition"] = Field(
         default="auto", description="Kernel that computes sparse attention; one that cannot run here is an error."

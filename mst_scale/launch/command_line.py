@@ -1,4 +1,4 @@
-"""Reads the command line of a launcher, checks the run before anything starts, and writes commands for a shell.
+"""Reads the command line of a launcher, checks the config before anything starts, and writes commands for a shell.
 
 Ranks that share a layer must stay on one node. Ranks fill one node after the other, and neighbors share a layer
 (DeepSpeed's `tensor_parallel.autotp_size`), so whole groups on every node are enough.
@@ -6,12 +6,13 @@ Ranks that share a layer must stay on one node. Ranks fill one node after the ot
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import shlex
 from argparse import Namespace
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from mst_scale.comm import logger
@@ -19,7 +20,7 @@ from mst_scale.config import Experiment
 from mst_scale.config.parallel import KEYS, sizes_of
 from mst_scale.config.presets import describe_missing, ready_configs
 from mst_scale.errors import UserError
-from mst_scale.pretrain.start import output_folder, parse_arguments, read_experiment
+from mst_scale.pretrain.start import load_experiment, output_folder, parse_arguments, read_experiment
 
 PORTS = ("--port", "--ssh-port")
 COUNTS = ("--processes", "--nodes", "--ranks-per-node", "--cpus-per-rank")  # 0 of them train nothing
@@ -128,19 +129,42 @@ def read_run(config: str, arguments: Sequence[str]) -> tuple[Experiment, Path]:
         UserError: The config or an argument is wrong.
         SystemExit: An argument is unknown, or asks for help.
     """
-    args = parse_arguments(["--deepspeed_config", config, *arguments])
-    before, logger.disabled = logger.disabled, True  # pretrain will log the same
-    try:
+    with _quiet():
+        args = parse_arguments(["--deepspeed_config", config, *arguments])
         experiment = read_experiment(args)
+    return experiment, output_folder(args, experiment)
+
+
+def check_config(config: str, arguments: Sequence[str]) -> Experiment:
+    """Check a config with the arguments of `mst_scale.pretrain`, as far as no other files matter.
+
+    Other files may be on the machines that train only.
+
+    Returns:
+        The experiment.
+
+    Raises:
+        UserError: The config or an argument is wrong.
+        SystemExit: An argument is unknown, or asks for help.
+    """
+    with _quiet():
+        return load_experiment(parse_arguments(["--deepspeed_config", config, *arguments]))
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Log nothing: the ranks will."""
+    before, logger.disabled = logger.disabled, True
+    try:
+        yield
     finally:
         logger.disabled = before
-    return experiment, output_folder(args, experiment)
 
 
 def check_run(
     config: str, nodes: Iterable[tuple[str, int]], arguments: Sequence[str], mapped_by: str | None = None
 ) -> None:
-    """Check a run before anything starts, and that no tensor-parallel group is split over two nodes.
+    """Check a config before anything starts, and that no tensor-parallel group is split over two nodes.
 
     Args:
         config: The experiment, as given to the launcher.
@@ -151,7 +175,7 @@ def check_run(
     Raises:
         UserError: The config or an argument is wrong, or a group would leave its node, or might.
     """
-    tensor = sizes_of(read_run(config, arguments)[0].deepspeed).tensor
+    tensor = sizes_of(check_config(config, arguments).deepspeed).tensor
     stated = f"{KEYS['tensor']} = {tensor}"
     if tensor > 1 and mapped_by is not None:
         raise UserError(f"{stated} needs neighboring ranks on one node: leave {mapped_by} out")

@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from mst_scale.errors import UserError
-from mst_scale.launch.command_line import read_options, read_run
+from mst_scale.launch.command_line import check_config, read_options
 from mst_scale.launch.elastic import FLAG
 from mst_scale.launch.supervisor import Supervisor, forward, say
 from mst_scale.run_logging import run_file
@@ -58,8 +58,8 @@ def main(words: list[str]) -> int:
     if not re.fullmatch("[0-9]+(,[0-9]+)*", options.seeds):
         raise UserError(f"--seeds {options.seeds}: separate the numbers with commas")
     methods, seeds, out = options.methods.split(","), options.seeds.split(","), Path(options.out)
-    for method in methods:
-        read_run(config, [*arguments, "--method", method, "--out", str(out / method)])
+    for method in [] if options.table else methods:
+        check_config(config, [*arguments, "--method", method])
 
     def words_of(method: str, seed: str, folder: Path) -> list[str]:
         return [config, *arguments, "--method", method, "--set", f"training.seed={seed}", "--out", str(folder)]

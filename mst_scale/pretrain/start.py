@@ -149,18 +149,7 @@ def read_experiment(args: argparse.Namespace) -> Experiment:
     Raises:
         UserError: if the config or an option is wrong, or if options contradict each other.
     """
-    overrides = list(args.set)
-    if args.steps is not None:
-        overrides = [*_scale_rate_durations(args), *overrides, f"training.steps={args.steps}"]
-    if args.match_flops is not None:
-        overrides.append(f"mst.like={json.dumps(args.match_flops)}")
-    if args.grow_from is not None:
-        overrides.append(f"mst.grow_from={json.dumps(args.grow_from)}")
-    if args.data is not None:
-        overrides += [f"data.dir={json.dumps(args.data)}", "data.source=null"]
-    for key in ("init", "eval_tasks", "eval_every", "eval_data"):
-        if getattr(args, key) is not None:
-            overrides.append(f"training.{key}={json.dumps(getattr(args, key))}")
+    overrides = _overrides(args)
     experiment = load(args.deepspeed_config, overrides, args.method)
     if changes := overridden_in_recipe(args.deepspeed_config, overrides, args.method):
         logger.info("%s", changes)
@@ -192,6 +181,32 @@ def read_experiment(args: argparse.Namespace) -> Experiment:
     if skipped := experiment.describe_skipped_ramp():
         logger.info("%s", skipped)
     return experiment
+
+
+def load_experiment(args: argparse.Namespace) -> Experiment:
+    """Return the experiment that the config and the options state, without a look at other files or at this machine.
+
+    Raises:
+        UserError: if the config or a value is wrong.
+    """
+    return load(args.deepspeed_config, _overrides(args), args.method)
+
+
+def _overrides(args: argparse.Namespace) -> list[str]:
+    """Return the options that change keys of the config as values of --set."""
+    overrides = list(args.set)
+    if args.steps is not None:
+        overrides = [*_scale_rate_durations(args), *overrides, f"training.steps={args.steps}"]
+    if args.match_flops is not None:
+        overrides.append(f"mst.like={json.dumps(args.match_flops)}")
+    if args.grow_from is not None:
+        overrides.append(f"mst.grow_from={json.dumps(args.grow_from)}")
+    if args.data is not None:
+        overrides += [f"data.dir={json.dumps(args.data)}", "data.source=null"]
+    for key in ("init", "eval_tasks", "eval_every", "eval_data"):
+        if getattr(args, key) is not None:
+            overrides.append(f"training.{key}={json.dumps(getattr(args, key))}")
+    return overrides
 
 
 def _scale_rate_durations(args: argparse.Namespace) -> list[str]:

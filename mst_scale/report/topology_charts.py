@@ -136,7 +136,7 @@ def _dead_units(run: Run) -> Plot:
         axes.set_ylim(0, max(0.01, 1.1 * max(float(np.nanmax(share)) for share in shares.values())))
 
     caption = (
-        "Share of neurons and of channels of a head that no gradient reaches, because their weights are zero;  "
+        "Share of neurons and of channels of a head that no gradient reaches, because their weights are zero; "
         "mst.topology.revive_dead_units gives them weights when the masks are removed."
     )
     return _over_steps(run, "dead-units", "Dead units", caption, draw)

@@ -64,7 +64,7 @@ def convert(source: Path, draft: Path) -> int:
     rest["module"], rest["optimizer"] = {}, None
     rest["mp_world_size"] = 1  # files that there are
     rest.pop(LAYOUT, None)
-    torch.save(rest, draft / "mp_rank_00_model_states.pt")
+    _save(rest, draft / "mp_rank_00_model_states.pt")
     shutil.copyfile(draft / "mp_rank_00_model_states.pt", draft / "zero_pp_rank_0_mp_rank_00_model_states.pt")
     return int(rest["global_steps"])
 

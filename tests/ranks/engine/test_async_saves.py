@@ -94,20 +94,24 @@ def test_offloaded_states_are_saved_by_blocking(tmp_path):
     assert pool.run(offloaded, 1, str(tmp_path)) == [(True, "global_step1")]
 
 
-def saving_after_a_failure(rank, world, folder):
+def saving_after_a_failure(rank, world, folder, waits):
     """What a killed program has left is there before the first save."""
     left = Path(folder) / "global_step9.0123abcd.partial"
     left.mkdir(exist_ok=True)
     engine = with_a_failed_save(rank, world, folder)
     train(engine, rank, world, 1, first=2)
+    if waits:
+        with pytest.raises(OSError, match="was not saved"):
+            engine.mst.finish_save()
     engine.save_checkpoint(folder)  # blocks, because the one before has failed
     there = sorted(path.name for path in Path(folder).iterdir() if path.is_dir())
     engine.mst.saves.close()
     return there
 
 
-def test_after_a_failed_save_the_next_one_blocks(tmp_path):
-    assert pool.run(saving_after_a_failure, 2, str(tmp_path)) == [["global_step1", "global_step3"]] * 2
+@pytest.mark.parametrize("waits", [False, True])
+def test_after_a_failed_save_the_next_one_blocks(tmp_path, waits):
+    assert pool.run(saving_after_a_failure, 2, str(tmp_path), waits) == [["global_step1", "global_step3"]] * 2
     assert (tmp_path / "latest").read_text() == "global_step3"
 
 

@@ -148,13 +148,10 @@ def kept(config: ModelConfig, micro: int, dtype: torch.dtype, pattern: Pattern) 
     return sum(found.values())
 
 
-def kept_bytes(model: ModelConfig, micro: int, width: int, recompute: bool, of: Share | None = None) -> int:
-    """What a plan counts on one rank when a forward pass is done; a stage, for every micro-batch in flight."""
-    of = Share() if of is None else of
-    block, ends = _kept(model, micro, width, of)
-    stream = micro * model.seq_length // of.sequence * model.n_embd * width
-    layers = model.n_layer if of.layers is None else of.layers
-    return of.in_flight * layers * (stream if recompute else block) + ends
+def kept_bytes(model: ModelConfig, micro: int, width: int, recompute: bool) -> int:
+    """What a plan counts when the forward pass of a whole model is done."""
+    block, ends = _kept(model, micro, width, Share())
+    return model.n_layer * (micro * model.seq_length * model.n_embd * width if recompute else block) + ends
 
 
 @pytest.mark.parametrize("recompute", [False, True])
@@ -188,7 +185,7 @@ def test_activations_of_a_share():
     part = share(MODEL, s, 0)
     assert (part.layers, part.in_flight, part.head) == (2, 4, False)
     assert share(MODEL, s, 3) == Share(1, 1, 1, True, 1, True)
-    assert kept_bytes(MODEL, 2, 2, False, part) == 4 * 2 * whole + 8 * tokens
+    assert _kept(MODEL, 2, 2, part) == (whole, 8 * tokens)
     assert share(MODEL, replace(s, accumulation=2), 0).in_flight == 2, "never more than there are"
 
 
