@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from mst_scale import snapshot
 from mst_scale.checkpoints import store
 from mst_scale.checkpoints.store import MANIFEST, PARTIAL
+from mst_scale.comm.launch import machine
 from mst_scale.errors import Damaged
 from mst_scale.snapshot import CapturedFile
 
@@ -64,9 +65,9 @@ class MemoryJob:
 
 
 def host_name() -> str:
-    """Return the name of this host; one machine can be several nodes of Slurm."""
-    machine, node = socket.gethostname(), os.environ.get("SLURMD_NODENAME")
-    return machine if node in (None, "", machine) else f"{node}.{machine}"
+    """Return a name of this host that no other has; one machine can be several nodes of Slurm."""
+    host, node = machine().replace("/", "-"), os.environ.get("SLURMD_NODENAME")
+    return host if node in (None, "", socket.gethostname()) else f"{node}.{host}"
 
 
 def folder_of(out: Path) -> Path:

@@ -7,6 +7,7 @@ step, and the attention pattern of the step) as in the `config.json` of an expor
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
 from dataclasses import asdict
@@ -33,7 +34,8 @@ def save(checkpoint: Path, module: Any, *, method: str | None, step: int, patter
     if (taken := snapshot.current()) is not None:
         taken.put(checkpoint / NAME, text.encode())
         return
-    checkpoint.mkdir(parents=True, exist_ok=True)
+    with contextlib.suppress(OSError):  # the write says so; the ranks notice together when they write their parts
+        checkpoint.mkdir(parents=True, exist_ok=True)
     write_if_possible(checkpoint / NAME, text)
 
 

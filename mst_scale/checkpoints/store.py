@@ -269,12 +269,15 @@ def faults_of(folder: Path, files: dict[str, dict[str, Any]], names: Iterable[st
     faults = []
     for name in names:
         path = folder / name
-        if not path.is_file():
-            faults.append(f"{name} is missing")
-        elif path.stat().st_size != files[name]["bytes"]:
-            faults.append(f"{name} has {path.stat().st_size} bytes of {files[name]['bytes']}")
-        elif file_digest(path) != files[name]["sha256"]:
-            faults.append(f"{name} does not match its digest")
+        try:
+            if not path.is_file():
+                faults.append(f"{name} is missing")
+            elif path.stat().st_size != files[name]["bytes"]:
+                faults.append(f"{name} has {path.stat().st_size} bytes of {files[name]['bytes']}")
+            elif file_digest(path) != files[name]["sha256"]:
+                faults.append(f"{name} does not match its digest")
+        except OSError as error:
+            faults.append(f"{name} cannot be read ({error.strerror})")
     return faults
 
 

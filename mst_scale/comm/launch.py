@@ -7,11 +7,14 @@ import os
 import random
 import socket
 from datetime import timedelta
+from pathlib import Path
 
 from mst_scale.errors import UserError
 
 LAUNCHER_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 RANK_VARIABLES = ("RANK", "OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK")
+OF_A_RANK = ("CROSS_", "TORCHELASTIC_", "GROUP_", "ROLE_", "LOCAL_WORLD_SIZE", "OMPI_", "PMIX_", "PMI_")  # beginnings
+OF_THE_LAUNCHER = tuple(f"MST_{what}" for what in ("FAILED", "REFUSED", "STOPPED", "DIVERGED", "CORRUPTED", "STORE"))
 DEFAULT_TIMEOUT = 30  # minutes, as in launchers/cluster.sh
 LONGEST_TIMEOUT = 60 * 24 * 30
 MINUTE = 60.0  # seconds
@@ -53,6 +56,22 @@ def launched_rank() -> int:
 def under_mpi() -> bool:
     """Return whether mpirun has started this process."""
     return any(name in os.environ for name in ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "PMIX_RANK"))
+
+
+def machine() -> str:
+    """Return the name of this machine and of its kernel's boot, which distinguishes machines of one name."""
+    boot = ""
+    with contextlib.suppress(OSError):
+        boot = "/" + Path("/proc/sys/kernel/random/boot_id").read_text()[:8]
+    return f"{socket.gethostname()}{boot}"
+
+
+def without_rank() -> dict[str, str]:
+    """Return the environment for a program that is not a rank: it must not join the ranks or report to the launcher."""
+    of_a_rank = (*LAUNCHER_VARIABLES, *RANK_VARIABLES, *OF_THE_LAUNCHER)
+    return {
+        name: value for name, value in os.environ.items() if name not in of_a_rank and not name.startswith(OF_A_RANK)
+    }
 
 
 def complete_environment() -> None:

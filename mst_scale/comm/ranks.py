@@ -59,7 +59,8 @@ class Ranks:
 
         outcome = self._attempt(run) if self.first else None
         if long and self.world_size > 1:
-            self._await_end_of(f"mst_scale/long_task/{next(self.long_tasks)}")
+            # the store outlives this object, and the name of the group is one that no other has had
+            self._await_end_of(f"mst_scale/long_task/{self.control.group_name}/{next(self.long_tasks)}")
         box = [outcome]
         dist.broadcast_object_list(box, src=0, group=self.control)
         assert box[0] is not None

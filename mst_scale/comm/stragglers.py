@@ -59,12 +59,13 @@ class Stragglers:
     def stepped(self) -> None:
         """Note that a step is over whose loss has been read, so that the device has finished its forward passes."""
         measured = [begin.elapsed_time(end) / 1e3 if self._cuda else end - begin for begin, end in self._passes]
-        self._steps.append(self._fetching + sum(measured))
+        if self.ranks.world_size > 1:
+            self._steps.append(self._fetching + sum(measured))
         self._fetching, self._passes = 0.0, []
 
     def look(self) -> Straggler | None:
         """Return the slowest rank if it is much slower than the others and was not reported lately, on all ranks."""
-        if len(self._steps) < LOOK_EVERY or self.ranks.world_size == 1:
+        if len(self._steps) < LOOK_EVERY:
             return None
         found = self.ranks.all((statistics.median(self._steps), f"{socket.gethostname()}, process {os.getpid()}"))
         self._steps = []

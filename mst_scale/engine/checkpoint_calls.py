@@ -54,8 +54,11 @@ def save_in_background(engine: Any) -> BackgroundSaves | None:
         tag = f"global_step{engine.global_steps}" if given.get("tag") is None else str(given["tag"])
 
         def take(snapshot: Snapshot, draft: Path) -> None:
-            with zero_shards.errors_after_saving(engine, snapshot):
-                save(**{**given, "save_dir": str(draft.parent), "tag": draft.name, "save_latest": False})
+            try:
+                with zero_shards.errors_after_saving(engine, snapshot):
+                    save(**{**given, "save_dir": str(draft.parent), "tag": draft.name, "save_latest": False})
+            except RuntimeError as error:  # torch reports so that the host has no memory for a copy
+                raise OSError(str(error)) from error
 
         final, latest = folder / tag, bool(given.get("save_latest", True))
         try:

@@ -93,8 +93,8 @@ def gpus() -> list[str]:
         return list(itertools.takewhile(lambda name: name and not name.startswith("-"), names))
     try:
         listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=False).stdout
-    except OSError:
-        return []
+    except OSError:  # some containers have GPUs without this program
+        return [str(number) for number, _ in enumerate(Path("/dev").glob("nvidia[0-9]*"))]
     return [str(number) for number in range(sum(line.startswith("GPU") for line in listed.splitlines()))]
 
 
@@ -106,7 +106,7 @@ def default_processes() -> int:
 def use_cpu_without_gpus(processes: int) -> None:
     """Where there is no GPU, let this many processes share the machine's cores."""
     if not gpus():
-        os.environ["DS_ACCELERATOR"] = "cpu"
+        set_default("DS_ACCELERATOR", "cpu")
         set_default("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // processes)))
 
 

@@ -98,7 +98,8 @@ def grow_weights(experiment: Experiment, train: Sampler, batch: int, micro: int,
         large = mst.growth.grow(weights, small, experiment.model, gradients, experiment.training.seed)
         return {name: weight.cpu() for name, weight in large.items()}
 
-    weights = ranks.agree(lambda: grow() if ranks.first else {})
+    weights: dict[str, Tensor] = {}
+    ranks.on_first(lambda: weights.update(grow()), long=True)
     losses = gradients.losses
     trained = f"; {len(losses)} steps of growth, loss {losses[0]:.4f} to {losses[-1]:.4f}" if losses else ""
     logger.info("grown from %s, at step %d%s", cost.checkpoint, cost.step, trained)

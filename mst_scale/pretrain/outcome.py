@@ -48,7 +48,8 @@ def outcome(code: int, out: Path | None) -> Literal["done", "stop", "again"]:
     """
     if out is None:
         return "done" if code == 0 else "again"
-    if not out.is_dir() and os.environ.get("MST_LAUNCHER") in ELSEWHERE:
+    is_here = any((out / name).exists() for name in ("run.json", "run.lock"))
+    if not is_here and os.environ.get("MST_LAUNCHER") in ELSEWHERE:
         print(f"mst_scale: {out} is not on this machine, so only the exit code is known", file=sys.stderr)
         return "done" if code == 0 else "again"
     last = last_start(out)

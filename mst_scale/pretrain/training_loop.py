@@ -198,7 +198,10 @@ class Run:
         copies = bool(t.memory_every and self.step % t.memory_every == 0)
         # reading the loss waits for the device, but DeepSpeed's gradient norm has already done so
         asked = self.stop is not None and self.stop.asked
-        verdicts = self.votes.cast(self.step, asked, float(loss), wait=logs or evaluates or saves or copies)
+        ends = not last and (self.pauses or self._storage_changes())
+        verdicts = self.votes.cast(self.step, asked, float(loss), wait=logs or evaluates or saves or copies or ends)
+        if any(verdict.stop for verdict in verdicts):
+            verdicts += self.votes.drain()  # what is saved includes this step's loss
         self._name_straggler()
         for verdict in verdicts:
             if (bad := self._find_step_to_undo(verdict)) is not None and self._roll_back(bad):

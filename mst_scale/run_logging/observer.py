@@ -166,6 +166,8 @@ class Observer:
         for i in drawn:
             top = largest[slices[i].name] or 1.0
             weight = self.shards.weight(i)
+            if torch.are_deterministic_algorithms_enabled():
+                weight = weight.cpu()  # torch's histogram on GPUs raises an error then
             if slices[i].length:
                 counts[i] = torch.histc(weight, BINS, -top, top).double().cpu()
         counts = self.exchange.sum(counts)

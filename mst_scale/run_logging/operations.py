@@ -26,6 +26,7 @@ from typing import Any
 
 from mst_scale.checkpoints import store
 from mst_scale.comm import logger
+from mst_scale.comm.launch import without_rank
 from mst_scale.errors import UserError
 from mst_scale.run_logging.metrics import OptionalWrites, without_nan
 
@@ -117,8 +118,9 @@ class Operations:
         self._children = [child for child in self._children if child.poll() is None]
         try:
             child = subprocess.Popen(
-                [*self.command, line], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, start_new_session=True
-            )
+                [*self.command, line], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, start_new_session=True,
+                env=without_rank(),
+            )  # fmt: skip
         except OSError as error:
             logger.error("cannot start %s (%s): the run continues without it", self.command[0], error)
         else:

@@ -17,7 +17,6 @@ import fcntl
 import os
 import re
 import secrets
-import socket
 import threading
 import time
 from pathlib import Path
@@ -25,6 +24,7 @@ from typing import TextIO
 
 from mst_scale import comm
 from mst_scale.comm import logger
+from mst_scale.comm.launch import machine
 from mst_scale.errors import UserError
 
 NAME = "run.lock"
@@ -152,11 +152,3 @@ class OutLock:
     def _holder(self) -> str:
         found = LINE.match(self._line())
         return found[1] if found else "unknown"
-
-
-def machine() -> str:
-    """Return the name of this machine and of its kernel's boot, which distinguishes machines of one name."""
-    boot = ""
-    with contextlib.suppress(OSError):
-        boot = "/" + Path("/proc/sys/kernel/random/boot_id").read_text()[:8]
-    return f"{socket.gethostname()}{boot}"

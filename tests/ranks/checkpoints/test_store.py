@@ -1,5 +1,6 @@
 """The life of a checkpoint folder; whole runs that are killed while they save are in test_pretrain.py."""
 
+import errno
 import json
 
 import pytest
@@ -90,6 +91,15 @@ def test_damage_is_named(tmp_path, hurt, fault):
     hurt(tmp_path / "step00000001")
     (found,) = store.damage(tmp_path / "step00000001")
     assert fault in found
+
+
+def test_a_file_that_cannot_be_read_is_damage(tmp_path, monkeypatch):
+    def broken(path):
+        raise OSError(errno.EIO, "Input/output error", str(path))
+
+    pool.run(steps, 1, str(tmp_path), (1,))
+    monkeypatch.setattr(store, "file_digest", broken)
+    assert "b.pt cannot be read (Input/output error)" in store.damage(tmp_path / "step00000001")
 
 
 def test_a_manifest_from_before_it_had_a_digest_is_read(tmp_path):

@@ -64,6 +64,22 @@ def test_the_command_gets_the_event_as_one_word_and_is_not_waited_for(tmp_path):
     assert json.loads(out.read_text())["note"] == "$(touch hostile) `x`"
 
 
+def test_the_command_is_no_rank_and_cannot_report_to_the_launcher(tmp_path, monkeypatch):
+    for name in ("RANK", "WORLD_SIZE", "MASTER_PORT", "MST_FAILED", "CROSS_RANK", "TORCHELASTIC_RUN_ID", "PMI_SIZE"):
+        monkeypatch.setenv(name, "1")
+    monkeypatch.setenv("HF_HOME", "here")
+    script = tmp_path / "note.py"
+    script.write_text("import os, sys; open(sys.argv[1], 'w').write(' '.join(os.environ))")
+    operations = Operations(tmp_path, 10, command=command_of(f"{sys.executable} {script} {tmp_path / 'names'}"))
+    operations.event("spike", step=3)
+    operations.finish()
+    names = (tmp_path / "names").read_text().split()
+    assert "HF_HOME" in names and "PATH" in names
+    assert not {"RANK", "WORLD_SIZE", "MASTER_PORT", "MST_FAILED", "CROSS_RANK", "TORCHELASTIC_RUN_ID", "PMI_SIZE"} & {
+        *names
+    }
+
+
 @pytest.mark.parametrize("text", ["", "no-such-program --x", "'open quote"])
 def test_a_command_that_cannot_start_is_a_mistake(text):
     with pytest.raises(UserError, match="--on-event"):
