@@ -84,7 +84,7 @@ class ChangedWeights(Component):
         if stamps == self.stamps:
             return
         changed = {name: self.watched[name] for name, stamp in stamps.items() if stamp != self.stamps[name]}
-        places = zero_shards.shards_of(self.engine, changed)
+        places = zero_shards.shards_of(self.engine, changed, alone=True)
         lost = [name for i, name in enumerate(changed) if not places.matches_master(i)]
         if lost:
             stage = self.engine.zero_optimization_stage()

@@ -129,9 +129,8 @@ class SparseTraining:
         seed = self.experiment.training.seed if mst.seed is None else mst.seed
         self.units = LiveUnits(engine, seed)
         elements = everyone.agree(lambda: self._granularity(list(targets), seed))
-        device = self.store.device if self.store.slices else engine.device
         self.state = MaskState(
-            masks=MaskSet(LayerMask(shard, device) for shard in self.store.slices),
+            masks=MaskSet(LayerMask(shard, self.store.device_of(i)) for i, shard in enumerate(self.store.slices)),
             exchange=zero_shards.exchanges_of(self.store.parameters, groups, engine.device, named),
             everyone=everyone,
             stages=stages,

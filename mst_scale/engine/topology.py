@@ -257,7 +257,7 @@ class Topology(Component):
         """
         if usual is None:
             return
-        grown = change.grown_indices()
+        grown = change.grown_indices().to(gradient.device)  # without growth they are empty, on the CPU
         if (revived := self.units.starting(change.name)).numel():
             grown = torch.cat([grown, revived]).unique()
         if not grown.numel():

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from mst_scale import zero_shards
 from mst_scale.checkpoints.multiplied import STATE
-from mst_scale.comm import ParallelDims
+from mst_scale.comm import ParallelDims, logger
 from mst_scale.comm.exchange import Exchange
 from mst_scale.config import Experiment
 from mst_scale.config.parallel import describe_method_conflict
@@ -115,6 +115,12 @@ class WeightFunctions(Component, Criteria):
             reason = function.unsupported_reason(shape, self.targets[name].device.type, self.targets[name].dtype)
             if reason is not None:
                 raise UserError(f"method {self.method}: {name}: {reason}")
+        pulls = type(function).pull is not WeightFunction.pull
+        if pulls and any(p.dtype != torch.float32 for p in self.targets.values()):
+            logger.warning(
+                "method %s adds its regularization to gradients in half precision, which rounds small parts of it "
+                "away: train in fp32 to have all of it", self.method,
+            )  # fmt: skip
         zero_shards.check_optimized(engine, self.targets)
         self.shards = zero_shards.shards_of(engine, self.targets)
         groups = zero_shards.groups_of(engine)

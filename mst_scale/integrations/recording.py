@@ -101,7 +101,7 @@ class Recording:
 
     def _add_loss(self, loss: torch.Tensor, divided: bool) -> None:
         if self.engine.module.training:
-            self.loss += loss.float()
+            self.loss += loss.float().sum()  # it may have the shape (1,)
             self.losses, self.divided = self.losses + 1, divided
 
     def _read_next_step(self) -> None:

@@ -62,10 +62,9 @@ class CompactStore:
         ranks, rank = self._ranks_and_rank()
         return Shard.equal_part(name, Cut.whole(index.shape), -(-index.numel // ranks), rank)
 
-    @property
-    def device(self) -> torch.device:
-        """The device of the master weights."""
-        return self.values.device
+    def device_of(self, i: int) -> torch.device:
+        """Return the device of a parameter's master weights."""
+        return self.values.device_of(i)
 
     def zero_read(self, i: int, active: Tensor) -> None:
         """Zero inactive weights in what the forward reads; of a compact parameter there are none."""
@@ -251,8 +250,8 @@ def _zeros(wanted: Sequence[tuple[int, torch.dtype]], device: torch.device) -> t
 Store = DenseStore | CompactStore
 
 
-def shards_of(engine: Any, parameters: dict[str, nn.Parameter]) -> Store:
-    """Return the store of these parameters.
+def shards_of(engine: Any, parameters: dict[str, nn.Parameter], alone: bool = False) -> Store:
+    """Return the store of these parameters; `alone` as for `dense_store`.
 
     Raises:
         UserError: the engine has a feature with which sparse training is not exact.
@@ -260,4 +259,4 @@ def shards_of(engine: Any, parameters: dict[str, nn.Parameter]) -> Store:
     check_engine(engine)
     if is_compact(engine.module):  # all ranks choose alike
         return CompactStore(engine, parameters)
-    return dense_store(engine, parameters)
+    return dense_store(engine, parameters, alone)

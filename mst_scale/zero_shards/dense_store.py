@@ -25,7 +25,7 @@ class DenseStore(ABC):
     A frozen parameter has no master copy: the forward pass reads its weights directly, and no optimizer updates them.
     """
 
-    def __init__(self, engine: Any, parameters: dict[str, nn.Parameter]):
+    def __init__(self, engine: Any, parameters: dict[str, nn.Parameter], alone: bool = False):
         self.zero, self.optimizer = engine.optimizer, base_optimizer(engine)
         self.group = self.zero.dp_process_group if engine.zero_optimization_stage() else None
         """Ranks over which parameters are partitioned; None at stage 0."""
@@ -33,10 +33,9 @@ class DenseStore(ABC):
         self.slices = [self._slice(name, p) for name, p in parameters.items()]
         self._frozen = [not p.requires_grad for p in self.parameters]
 
-    @property
-    def device(self) -> torch.device:
-        """The device of the master weights."""
-        return self.weight(0).device
+    def device_of(self, i: int) -> torch.device:
+        """Return the device of a parameter's master weights; with offload, frozen ones have another."""
+        return self.weight(i).device
 
     def frozen(self, i: int) -> bool:
         """Whether the parameter was frozen when the engine was made: it has no gradient and no optimizer state."""
@@ -139,8 +138,8 @@ class DenseStore(ABC):
 class Replicated(DenseStore):
     """Stage 0: every rank holds every parameter whole, so there is nothing to reconcile."""
 
-    def __init__(self, engine: Any, parameters: dict[str, nn.Parameter]):
-        super().__init__(engine, parameters)
+    def __init__(self, engine: Any, parameters: dict[str, nn.Parameter], alone: bool = False):
+        super().__init__(engine, parameters, alone)
         self._masters = stage0_masters(engine.optimizer)
         self._any = next(iter(self._masters.values()), None)  # all masters are updated at once
 
@@ -195,11 +194,11 @@ class FlatPartitions(Partitioned):
     A rank that owns no part of a parameter has an empty slice. Nothing is cached: DeepSpeed rebinds states on load.
     """
 
-    def __init__(self, engine: Any, parameters: dict[str, nn.Parameter]):
-        super().__init__(engine, parameters)
+    def __init__(self, engine: Any, parameters: dict[str, nn.Parameter], alone: bool = False):
+        super().__init__(engine, parameters, alone)
         self.offloaded = self.zero.cpu_offload
         groups = {id(p): g for g, group in enumerate(self.zero.bit16_groups) for p in group}
-        self._group_of = _agreed_groups(engine, self.parameters, groups)
+        self._group_of = _agreed_groups(engine, self.parameters, groups, alone)
 
     def gradient(self, i: int) -> torch.Tensor | None:
         parameter: Any = self.parameters[i]
@@ -234,8 +233,8 @@ class FlatPartitions(Partitioned):
 class CutParameters(Partitioned):
     """Stage 3: each parameter is split into equal parts; the padding that the last parts may have is left out here."""
 
-    def __init__(self, engine: Any, parameters: dict[str, nn.Parameter]):
-        super().__init__(engine, parameters)
+    def __init__(self, engine: Any, parameters: dict[str, nn.Parameter], alone: bool = False):
+        super().__init__(engine, parameters, alone)
         self.offloaded = self.zero.offload_optimizer
         at = {
             id(p): self.zero.grad_position.get(self.zero.get_param_id(p))
@@ -243,7 +242,7 @@ class CutParameters(Partitioned):
             if p.requires_grad and not is_empty(p)
         }
         groups = {key: place[0] for key, place in at.items() if place is not None}
-        self._group_of = _agreed_groups(engine, self.parameters, groups)
+        self._group_of = _agreed_groups(engine, self.parameters, groups, alone)
 
     def gradient(self, i: int) -> torch.Tensor | None:
         if self.frozen(i):
@@ -290,14 +289,14 @@ def _mapping(parameter: Any) -> Any:
     return getattr(parameter, "_hp_mapping", None)
 
 
-def _agreed_groups(engine: Any, parameters: list[nn.Parameter], groups: dict[int, int]) -> list[int]:
+def _agreed_groups(engine: Any, parameters: list[nn.Parameter], groups: dict[int, int], alone: bool) -> list[int]:
     """Which group of the optimizer updates each parameter, by its place in the list; `groups` says it by id.
 
     Groups are updated one after the other, and masks of a cut layer change on all ranks of its slices together. So they
     must agree on the group, where one has an empty slice, which is in no group of its optimizer, too.
     """
     mine = torch.tensor([groups.get(id(p), -1) for p in parameters], dtype=torch.int64, device=engine.device)
-    if tensor_slices(engine) == 1 or not parameters:
+    if tensor_slices(engine) == 1 or not parameters or alone:
         return mine.tolist()
     together, most = groups_of(engine).same_layers, mine.clone()
     dist.all_reduce(most, op=dist.ReduceOp.MAX, group=together)
@@ -311,10 +310,16 @@ def _agreed_groups(engine: Any, parameters: list[nn.Parameter], groups: dict[int
     return most.tolist()
 
 
-def dense_store(engine: Any, parameters: dict[str, nn.Parameter]) -> DenseStore:
-    """Return the dense store of these parameters at the engine's ZeRO stage."""
+def dense_store(engine: Any, parameters: dict[str, nn.Parameter], alone: bool = False) -> DenseStore:
+    """Return the dense store of these parameters at the engine's ZeRO stage.
+
+    Args:
+        engine: the engine.
+        parameters: the parameters by name.
+        alone: whether one rank reads weights alone; the order in which groups are updated is not agreed on then.
+    """
     kinds: tuple[type[DenseStore], ...] = (Replicated, FlatPartitions, FlatPartitions, CutParameters)
-    return kinds[engine.zero_optimization_stage()](engine, parameters)
+    return kinds[engine.zero_optimization_stage()](engine, parameters, alone)
 
 
 def stage0_masters(optimizer: Any) -> dict[int, tuple[torch.Tensor, int]]:

@@ -115,9 +115,9 @@ def around_passes(engine: Any, around: Callable[[], contextlib.AbstractContextMa
 def on_zero_grad(engine: Any, call: Callable[[], None]) -> None:
     """Call `call` whenever gradients are discarded: by the loop, which leaves out a batch, or in each step.
 
-    With several micro-batches per step it is never called: there DeepSpeed keeps gradients, depending on the stage.
+    With several micro-batches per step it is called at stage 0 only: at the others, DeepSpeed keeps what was reduced.
     """
-    if engine.gradient_accumulation_steps() > 1:
+    if engine.gradient_accumulation_steps() > 1 and engine.zero_optimization_stage():
         return
     for owner in (engine, engine.optimizer):
         inner = owner.zero_grad
@@ -257,7 +257,9 @@ def guard_plain_step(engine: Any) -> None:
         if optimizer.overflow:
             return
         if 0 < clip < norm:
-            torch._foreach_mul_(gradients, clip / (norm + 1e-6))
+            for some in ([g for g in gradients if not g.is_sparse], [g for g in gradients if g.is_sparse]):
+                if some:
+                    torch._foreach_mul_(some, clip / (norm + 1e-6))
         step()
 
     optimizer.step = types.MethodType(guarded, optimizer)  # torch's schedulers, made later, want a method to wrap
@@ -366,7 +368,8 @@ NORM_PIECE = 1 << 16  # values whose squares are added in float32, as torch does
 
 def total_norm(gradients: list[torch.Tensor], dtype: torch.dtype | None = None) -> float:
     """Return the L2 norm over all tensors: float32 (or `dtype`) within pieces, and float64 only over the pieces."""
-    pieces = [piece for g in gradients for piece in g.detach().reshape(-1).split(NORM_PIECE) if piece.numel()]
+    values = [g.detach().coalesce().values() if g.is_sparse else g.detach() for g in gradients]
+    pieces = [piece for each in values for piece in each.reshape(-1).split(NORM_PIECE) if piece.numel()]
     if not pieces:
         return 0.0
     norms = torch._foreach_norm(pieces, 2, dtype or torch.promote_types(pieces[0].dtype, torch.float32))

@@ -218,3 +218,9 @@ def test_untested_modes_are_refused_by_name(mode, message):
     with pytest.raises(ValueError, match=message):
         zero_shards.shards_of(Fake(**mode), {})
     supported.check_engine(Fake())
+
+
+def test_the_norm_of_a_sparse_gradient():
+    """An index may occur twice."""
+    gradient = torch.sparse_coo_tensor([[0, 2, 2]], torch.ones(3, 4), (5, 4), check_invariants=True)
+    assert step.total_norm([gradient, torch.ones(2)]) == pytest.approx((4 + 16 + 2) ** 0.5)
