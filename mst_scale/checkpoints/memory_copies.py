@@ -162,16 +162,25 @@ def complete_part(draft: Path, head: dict[str, Any]) -> Path:
 
 
 def list_parts(folder: Path) -> list[tuple[Copy, int]]:
-    """Return the complete parts that a host has, as (copy, rank); their files are not read."""
+    """Return the complete parts that a host has, as (copy, rank); their files are not read.
+
+    Others may remove parts at the same time: a part that goes meanwhile is not returned.
+    """
     found = []
     if _is_own(folder.parent):
-        for path in folder.glob(f"rank*/*/{MANIFEST}"):
+        for part in [part for of_rank in _entries(folder) for part in _entries(of_rank)]:
             with contextlib.suppress(Damaged, KeyError, TypeError):
-                head = store.head(path.parent) or {}
-                part = head[PART]
-                if path.parent == part_folder(folder, head["tag"], part["rank"]):  # and not a draft
-                    found.append((Copy(*(part[field] for field in Copy._fields)), part["rank"]))
+                head = store.head(part) or {}
+                about = head[PART]
+                if part == part_folder(folder, head["tag"], about["rank"]):  # and not a draft
+                    found.append((Copy(*(about[field] for field in Copy._fields)), about["rank"]))
     return found
+
+
+def _entries(folder: Path) -> list[Path]:
+    with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+        return sorted(folder.iterdir())
+    return []
 
 
 def part_folder(folder: Path, tag: str, rank: int) -> Path:

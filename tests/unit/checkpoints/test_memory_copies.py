@@ -80,6 +80,22 @@ def test_what_is_not_complete_is_not_a_part(host):
         memory_copies.put_back(part, host / "draft")
 
 
+def test_parts_that_go_while_they_are_listed_are_not_returned(host, monkeypatch):
+    """The writers of other ranks of the host remove theirs at any time."""
+    keep(host, 2, rank=0)
+    keep(host, 2, rank=1)
+    inner = store.head
+
+    def head(part: Path):
+        shutil.rmtree(host / "rank00001", ignore_errors=True)
+        return inner(part)
+
+    monkeypatch.setattr(store, "head", head)
+    assert [rank for _, rank in memory_copies.list_parts(host)] == [0]
+    shutil.rmtree(host)
+    assert memory_copies.list_parts(host) == []
+
+
 def test_folders_of_others_are_not_used(host, monkeypatch):
     keep(host, 2)
     uid = os.getuid()
