@@ -104,7 +104,8 @@ def test_every_tile_of_every_list_is_checked():
 
 
 def test_training_is_compared_run_by_run(tmp_path, monkeypatch):
-    alone, compared = PARTS["training"].cases(where(tmp_path))
+    alone, to_dense, compared = PARTS["training"].cases(where(tmp_path))
+    assert to_dense.run()["fine"]
     row = alone.run()
     assert row["fine"] and len(row["losses"]) == correctness.STEPS, row
     again = compared.run()
