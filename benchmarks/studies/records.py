@@ -18,6 +18,7 @@ from typing import Any
 
 from mst_scale.data.corpus import identity
 from mst_scale.errors import UserError
+from mst_scale.files import write_atomically
 from mst_scale.run_logging import metrics, run_file
 
 from .plan import Job
@@ -61,12 +62,7 @@ def append(path: Path, row: Row) -> None:
         content = io.BytesIO()
         with gzip.GzipFile(filename="", mode="wb", fileobj=content, mtime=0) as file:
             file.write("".join(f"{line}\n" for line in (*_lines(path), json.dumps(row))).encode())
-        partial = path.with_name(f"{path.name}.partial")
-        with partial.open("wb") as file:
-            file.write(content.getvalue())
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(partial, path)
+        write_atomically(path, content.getvalue())
         path.with_suffix("").unlink(missing_ok=True)
         os.fsync(folder)
     finally:

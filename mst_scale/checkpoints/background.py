@@ -26,11 +26,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import mst_scale
-from mst_scale.checkpoints import memory_copies, store
+from mst_scale.checkpoints import memory_copies
 from mst_scale.checkpoints.memory_copies import Copy, MemoryJob
 from mst_scale.checkpoints.neighbors import Listen, Ring
 from mst_scale.checkpoints.writer import IGNORED, Job
 from mst_scale.comm import FailedElsewhere, Ranks, logger, timeout
+from mst_scale.files import PARTIAL
 from mst_scale.snapshot import CapturedFile, Snapshot
 
 POLL_SECONDS = 0.1
@@ -129,7 +130,7 @@ class BackgroundSaves:
         """
         began = time.monotonic()
         # the folder of a save that failed may still be written to by another rank's process
-        draft = final.with_name(f"{final.name}.{self._new_name()}{store.PARTIAL}")
+        draft = final.with_name(f"{final.name}.{self._new_name()}{PARTIAL}")
         files = self._capture(take, draft)
         copied = time.monotonic() - began
         job = Job(

@@ -22,9 +22,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from mst_scale import snapshot
 from mst_scale.checkpoints import store
-from mst_scale.checkpoints.store import MANIFEST, PARTIAL
+from mst_scale.checkpoints.store import MANIFEST
 from mst_scale.comm.launch import machine
 from mst_scale.errors import Damaged
+from mst_scale.files import PARTIAL, write_atomically
 from mst_scale.snapshot import CapturedFile
 
 if TYPE_CHECKING:
@@ -155,7 +156,7 @@ def complete_part(draft: Path, head: dict[str, Any]) -> Path:
     Raises:
         OSError: if there is no memory for it.
     """
-    store.write_atomically(draft / MANIFEST, store.sealed(head))
+    write_atomically(draft / MANIFEST, store.sealed(head))
     final = draft.with_name(head["tag"])
     draft.rename(final)
     return final

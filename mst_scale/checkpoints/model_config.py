@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from mst_scale import snapshot
-from mst_scale.checkpoints.store import write_if_possible
+from mst_scale.files import write_if_possible
 from mst_scale.hybrid_sparse_attention import Pattern
 
 NAME = "transformers_config.json"

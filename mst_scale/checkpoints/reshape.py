@@ -10,6 +10,8 @@ Checkpoints of compact storage get the universal layout when they are saved (`ma
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import shutil
 import time
 from dataclasses import asdict, dataclass
@@ -20,7 +22,9 @@ from mst_scale.checkpoint_folders import SOURCE, has_copy, identity_of
 from mst_scale.checkpoints import mask_files, model_config, store
 from mst_scale.checkpoints.store import UNIVERSAL
 from mst_scale.comm import logger
+from mst_scale.compiled.first_use import elapsed
 from mst_scale.errors import UserError
+from mst_scale.files import draft_of, locked, write_atomically
 from mst_scale.zero_shards import compact_files, universal
 
 DENSE_PARTIAL = ".dense.partial"
@@ -52,30 +56,21 @@ def reshape(path: Path, out: Path | None = None) -> Reshaped:
     if out is not None and out.exists():
         raise UserError(f"{out} exists: choose another OUT")
     _refuse_damaged(source)
-    if target.exists():
-        if has_copy(source) and not store.damage(target):
-            return _reshaped(source, target, 0.0)
-        shutil.rmtree(target)
-    identity = identity_of(source)
-    with store.draft_of(target) as draft:
-        step = universal.convert(source, draft)
-        if (source / mask_files.FOLDER).is_dir():
-            without = shutil.ignore_patterns(compact_files.NAMES)  # the copy holds whole matrices
-            shutil.copytree(source / mask_files.FOLDER, draft / mask_files.FOLDER, ignore=without)
-        if (source / model_config.NAME).is_file():
-            shutil.copy2(source / model_config.NAME, draft / model_config.NAME)
-        manifest = store.head(source) or {}
-        kept = ("tag", "step", "batch", "micro", "ranks", "optimizer")
-        about: dict[str, Any] = {key: manifest[key] for key in kept if key in manifest}
-        about[SOURCE] = identity
-        store.seal_alone(draft, {"step": step, **about, "universal": True})
+    beside = target.with_name(target.name + ".lock")
+    waiting = functools.partial(elapsed, f"waiting for another process, which is creating {target}")
+    with locked(beside, waiting, remove=True) if out is None else contextlib.nullcontext():
+        if target.exists():
+            if has_copy(source) and not store.damage(target):
+                return _reshaped(source, target, 0.0)
+            shutil.rmtree(target)
+        _write(source, target)
     if out is not None and path != source:
         for name in ("config.json", "metrics.jsonl"):
             if (path / name).is_file():
                 shutil.copy2(path / name, out / name)
         if store.step_of(target) < 0:  # of another loop than `pretrain`, whose steps no name tells
-            store.write_atomically(target.parent / "latest", target.name)
-    store.write_atomically(target.parent / "latest_universal", target.name)  # where DeepSpeed looks without a tag
+            write_atomically(target.parent / "latest", target.name)
+    write_atomically(target.parent / "latest_universal", target.name)  # where DeepSpeed looks without a tag
     return _reshaped(source, target, time.monotonic() - start)
 
 
@@ -107,6 +102,22 @@ def make_dense(checkpoint: Path) -> dict[str, Any]:
         path.rename(checkpoint / path.name)
     draft.rmdir()
     return {"universal": True}
+
+
+def _write(source: Path, target: Path) -> None:
+    identity = identity_of(source)
+    with draft_of(target) as draft:
+        step = universal.convert(source, draft)
+        if (source / mask_files.FOLDER).is_dir():
+            without = shutil.ignore_patterns(compact_files.NAMES)  # the copy holds whole matrices
+            shutil.copytree(source / mask_files.FOLDER, draft / mask_files.FOLDER, ignore=without)
+        if (source / model_config.NAME).is_file():
+            shutil.copy2(source / model_config.NAME, draft / model_config.NAME)
+        manifest = store.head(source) or {}
+        kept = ("tag", "step", "batch", "micro", "ranks", "optimizer")
+        about: dict[str, Any] = {key: manifest[key] for key in kept if key in manifest}
+        about[SOURCE] = identity
+        store.seal_alone(draft, {"step": step, **about, "universal": True})
 
 
 def _target(path: Path, source: Path, out: Path | None) -> Path:

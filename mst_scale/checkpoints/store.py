@@ -8,13 +8,12 @@ removed only after the newer one has been read back from disk and matches its di
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,11 +21,11 @@ from typing import TYPE_CHECKING, Any
 from mst_scale.checkpoint_folders import tag_in
 from mst_scale.comm import Damaged, FailedElsewhere, ParallelDims, Ranks, logger
 from mst_scale.errors import UserError
+from mst_scale.files import PARTIAL, file_digest, free_space, write_atomically, write_if_possible
 
 if TYPE_CHECKING:
     from mst_scale.snapshot import Snapshot  # imports torch
 
-PARTIAL = ".partial"
 ASIDE = ".aside"
 MANIFEST = "manifest.json"
 OWN_DIGEST = "manifest_sha256"
@@ -294,38 +293,6 @@ def check_undamaged(checkpoint: Path, ranks: Ranks) -> None:
         raise OSError(f"checkpoint {checkpoint} is damaged: {faults[0]}")
 
 
-def file_digest(path: Path) -> str:
-    """Return the SHA-256 of a file, reading 1 MiB at a time."""
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while chunk := file.read(1 << 20):
-            digest.update(chunk)
-    return digest.hexdigest()
-
-
-def write_atomically(path: Path, content: str | bytes) -> None:
-    """Replace a file: a process killed at any time leaves the old content or the new one, never a part."""
-    draft = path.with_name(path.name + PARTIAL)
-    try:
-        with draft.open("wb") as file:
-            file.write(content.encode() if isinstance(content, str) else content)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(draft, path)
-    except OSError:
-        with contextlib.suppress(OSError):
-            draft.unlink()
-        raise
-
-
-def write_if_possible(path: Path, text: str) -> None:
-    """Write a file that a run can do without: if the disk is full, log it and continue."""
-    try:
-        write_atomically(path, text)
-    except OSError as error:
-        logger.error("cannot write %s (%s): the run continues without it", path, error)
-
-
 def step_of(checkpoint: Path) -> int:
     """Return the step of a checkpoint by the name of its folder; -1 if this is another folder."""
     digits = checkpoint.name.removeprefix("step")
@@ -351,14 +318,6 @@ def _write(engine: Any, folder: Path, tag: str, state: dict[str, Any], snapshot:
             engine.save_checkpoint(str(folder), tag=tag, client_state=state, save_latest=False)
     except (OSError, RuntimeError) as error:
         raise OSError(f"cannot save a checkpoint in {folder} ({free_space(folder)}): {error}") from error
-
-
-def free_space(folder: Path) -> str:
-    """Describe how much space the disk of a folder has."""
-    try:
-        return f"{shutil.disk_usage(folder).free / 1e9:.2f} GB free"
-    except OSError as error:  # the folder was removed while the run went on
-        return str(error.strerror)
 
 
 def _share(names: list[str], ranks: Ranks | None) -> list[str]:
@@ -390,24 +349,6 @@ def seal_files(draft: Path, final: Path, manifest: dict[str, Any]) -> None:
         _remove(final)
     os.rename(draft, final)
     write_atomically(final.parent / "latest", final.name)
-
-
-@contextlib.contextmanager
-def draft_of(out: Path) -> Iterator[Path]:
-    """Yield a folder to write to; it is renamed to `out` at the end, or removed after an error, with new parents."""
-    draft = out.with_name(out.name + PARTIAL)
-    made = [parent for parent in draft.parents if not parent.exists()]
-    shutil.rmtree(draft, ignore_errors=True)
-    draft.mkdir(parents=True)
-    try:
-        yield draft
-        os.rename(draft, out)
-    except BaseException:
-        shutil.rmtree(draft, ignore_errors=True)
-        for parent in made:
-            with contextlib.suppress(OSError):  # not empty
-                parent.rmdir()
-        raise
 
 
 def seal_alone(draft: Path, about: dict[str, Any]) -> None:

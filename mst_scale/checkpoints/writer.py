@@ -35,6 +35,7 @@ from mst_scale.checkpoints.memory_copies import MemoryJob
 from mst_scale.checkpoints.neighbors import Link, Listen, listen
 from mst_scale.comm import logger, speak
 from mst_scale.comm.exits import signal_at_end_of_parent
+from mst_scale.files import free_space, write_atomically
 from mst_scale.snapshot import CapturedFile
 
 REPORTS = "reports"  # a folder in the draft, with one file per rank until it is sealed
@@ -97,7 +98,7 @@ def _write_or_clean(job: Job, memory: int) -> str | None:
         write(job, memory)
     except OSError as caught:
         folder = Path(job.final).parent
-        error = f"cannot save a checkpoint in {folder} ({store.free_space(folder)}): {caught}"
+        error = f"cannot save a checkpoint in {folder} ({free_space(folder)}): {caught}"
         if Path(job.draft).is_dir():  # otherwise another rank has failed, and said so
             logger.error("%s", error)
         shutil.rmtree(job.draft, ignore_errors=True)  # so that the others give up, and the disk has room again
@@ -121,7 +122,7 @@ def write(job: Job, memory: int) -> None:
     reports.mkdir(parents=True, exist_ok=True)
     names = snapshot.write(job.files, memory, draft)
     digests = {} if job.dense else _written(draft, names)
-    store.write_atomically(reports / f"{job.rank:05d}.json", json.dumps(digests))
+    write_atomically(reports / f"{job.rank:05d}.json", json.dumps(digests))
     if job.rank != 0:
         return
     files: dict[str, Any] = {}
@@ -174,7 +175,7 @@ def _complete(job: Job, draft: Path, final: Path, files: dict[str, Any], more: d
     else:
         os.rename(draft, final)
     if job.latest:
-        store.write_atomically(final.parent / "latest", final.name)
+        write_atomically(final.parent / "latest", final.name)
 
 
 class MemoryWriter:
@@ -198,7 +199,7 @@ class MemoryWriter:
         try:
             part = memory_copies.write_part(folder, job.head, job.files, self._memory, job.keep)
         except OSError as caught:
-            where = store.free_space(memory_copies.ROOT)
+            where = free_space(memory_copies.ROOT)
             error = f"cannot keep step {job.head['step']} in memory ({folder}, {where}): {caught}"
             self._log("here", error)
             return error

@@ -10,12 +10,12 @@ from typing import Any
 
 import torch
 
-from mst_scale.checkpoints import store
 from mst_scale.comm import logger
 from mst_scale.compact_files import layout
 from mst_scale.compact_files.weights import ModelWeights, model_block, open_weights
 from mst_scale.data.tokenizer import chosen, write_tokenizer
 from mst_scale.errors import UserError
+from mst_scale.files import draft_of
 from mst_scale.hugging_face.model_files import DTYPES, TOKENIZER_FILES
 
 README = """\
@@ -86,7 +86,7 @@ def export_compact(
     text = chosen(tokenizer, weights.tokenizer, str(path))
     about = {**weights.about(), "tokenizer": text and text.name, "tokenizer_identity": text and text.identity}
     counts, own = _Counts(), None if text is None else text.name
-    with store.draft_of(out) as draft:
+    with draft_of(out) as draft:
         _, note = write_tokenizer(draft, None if text is None else text.name, weights.config.vocab_size)
         if note and tokenizer is None and (path / "tokenizer.json").is_file():
             for name in TOKENIZER_FILES:

@@ -7,17 +7,17 @@ operator, which the kernel releases even if the compiling process is killed.
 
 from __future__ import annotations
 
-import fcntl
 import functools
 import logging
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
 from mst_scale.compiled import build_locks
+from mst_scale.files import locked
 
 SAY_EVERY = 30.0  # seconds
 TITLES = {
@@ -49,16 +49,10 @@ def elapsed(what: str, about: str = "") -> Iterator[None]:
     logger.info("%s: done in %.1f s", what, time.monotonic() - began)
 
 
-@contextmanager
-def lock(path: Path, what: str) -> Iterator[None]:
-    """Hold the lock file `path`; log it if another process is compiling `what`."""
-    with open(path, "w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            with elapsed(f"waiting for another process, which is compiling {what}"):
-                fcntl.flock(file, fcntl.LOCK_EX)
-        yield
+def lock(path: Path, what: str) -> AbstractContextManager[None]:
+    """Hold the lock file `path` inside the block; log it if another process is compiling `what`."""
+    waiting = f"waiting for another process, which is compiling {what}"
+    return locked(path, functools.partial(elapsed, waiting))
 
 
 @contextmanager

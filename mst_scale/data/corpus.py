@@ -30,13 +30,12 @@ from typing import Any
 
 import numpy as np
 
-from mst_scale.checkpoints import store
 from mst_scale.errors import Damaged, UserError
+from mst_scale.files import PARTIAL, file_digest, write_atomically
 
 FORMAT = "mst_scale corpus 1"
 JOURNAL_FORMAT = 2  # chunks of another format end at other places
 META = "meta.json"
-PARTIAL = ".partial"
 SPLITS = ("train", "val")
 BLOCK_BYTES = 8 << 20  # read at a time to check an unfinished file
 EDGE_BYTES = 1 << 20  # at the beginning and the end of a file without meta.json, by which it is identified
@@ -209,7 +208,7 @@ def verify(folder: str | Path) -> dict[str, Any]:
     meta = read_meta(folder)
     check_sizes(folder, meta)
     for split in meta["splits"].values():
-        if store.file_digest(folder / split["file"]) != split["sha256"]:
+        if file_digest(folder / split["file"]) != split["sha256"]:
             raise Damaged(
                 f"{folder / split['file']} is damaged: its SHA-256 is not meta.json's; make it again (--force)"
             )
@@ -355,7 +354,7 @@ class UnfinishedCorpus:
 
 def _write_json(path: Path, content: dict[str, Any]) -> None:
     """Write a file completely or not at all, and wait until its folder lists it."""
-    store.write_atomically(path, json.dumps(content, indent=2) + "\n")
+    write_atomically(path, json.dumps(content, indent=2) + "\n")
     _sync_folder(path.parent)
 
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import functools
 import itertools
 import multiprocessing
@@ -41,6 +40,7 @@ from mst_scale.data.recipe import STDLIB, Recipe, local_files, open_source
 from mst_scale.data.sources import PIECE_BYTES, Piece, Source, describe_files
 from mst_scale.data.tokenizer import Tokenizer, is_file, load_tokenizer, token_dtype
 from mst_scale.errors import Damaged, UserError
+from mst_scale.files import locked
 
 JOURNAL_BYTES = 64 << 20  # of ids: ten seconds or more of a core that tokenizes with a BPE
 # Peak resident size as measured, with a BPE of 50,257 ids: 73 MB in the main process for text, 141 MB for Parquet with
@@ -328,18 +328,14 @@ class _Progress:
 @contextlib.contextmanager
 def _locked(out: Path) -> Iterator[None]:
     """One process at a time prepares a folder; the lock is released when its process ends."""
-    with _writing(out):
-        handle = open(out / ".lock", "w")  # noqa: SIM115  (closed below; only its opening is `_writing`)
-    with handle:
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            _say(f"another process is preparing {out}; waiting for it")
-            fcntl.flock(handle, fcntl.LOCK_EX)
-        except OSError as error:
-            if error.errno not in {errno.ENOSYS, errno.ENOTSUP}:
-                raise
-            _say(f"{out} is on a file system without locks: let one process at a time prepare it")
+
+    def waiting() -> contextlib.AbstractContextManager[None]:
+        _say(f"another process is preparing {out}; waiting for it")
+        return contextlib.nullcontext()
+
+    with contextlib.ExitStack() as held:
+        with _writing(out):
+            held.enter_context(locked(out / ".lock", waiting))
         yield
 
 

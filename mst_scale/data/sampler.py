@@ -21,14 +21,17 @@ a GPT and a BERT can use the same corpus.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
-from mst_scale.config.blocks import ModelConfig
 from mst_scale.data.corpus import TokenFile, open_tokens
 from mst_scale.errors import UserError
 from mst_scale.randomness import GOLDEN64, counter_hash
+
+if TYPE_CHECKING:
+    from mst_scale.config.blocks import ModelConfig
 
 Batch = tuple[torch.Tensor, torch.Tensor]  # tokens and targets, int64, (sequences, context)
 Positions = Sequence[int] | np.ndarray  # of sequences in the global batch of a step

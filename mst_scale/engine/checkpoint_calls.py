@@ -27,9 +27,9 @@ import torch.distributed as dist
 from mst_scale import zero_shards
 from mst_scale.checkpoints.background import WITHOUT_COPY, BackgroundSaves
 from mst_scale.checkpoints.reshape import reshape
-from mst_scale.checkpoints.store import PARTIAL
 from mst_scale.comm import FailedElsewhere, Ranks, logger, new_group
 from mst_scale.comm.own_loops import BEFORE_OTHERS
+from mst_scale.files import PARTIAL
 from mst_scale.snapshot import Snapshot
 
 

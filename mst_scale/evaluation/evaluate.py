@@ -28,7 +28,6 @@ from typing import Any
 import torch
 
 import mst_scale
-from mst_scale.checkpoints import store
 from mst_scale.comm import Ranks, logger
 from mst_scale.config import Experiment
 from mst_scale.errors import UserError
@@ -36,6 +35,7 @@ from mst_scale.evaluation import harness
 from mst_scale.evaluation.harness import Scorer
 from mst_scale.evaluation.models import Model, Text, our_text
 from mst_scale.evaluation.tasks import Documents, Task, choose, documents
+from mst_scale.files import write_atomically, write_if_possible
 from mst_scale.hugging_face.sources import tokenizer_of
 
 FILE = "eval.json"
@@ -88,7 +88,7 @@ def evaluate(
     out: Path | None = None,
     ranks: Ranks | None = None,
     log: Callable[[str], None] = logger.info,
-    write: Callable[[Path, str], None] = store.write_atomically,
+    write: Callable[[Path, str], None] = write_atomically,
 ) -> Result:
     """Evaluate a model on all tasks, whose documents `docs` has by name; return the result, the same on every rank.
 
@@ -247,7 +247,7 @@ class TasksDuringTraining:
                     out=self.out / FILE,
                     ranks=self.ranks,
                     log=lambda _: None,
-                    write=store.write_if_possible,
+                    write=write_if_possible,
                 )
         finally:
             engine.train()

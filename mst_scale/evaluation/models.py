@@ -28,6 +28,7 @@ from mst_scale.compact_files.layout import file_of, is_compact
 from mst_scale.compact_files.weights import load_model, open_weights
 from mst_scale.data.tokenizer import chosen, is_missing, load_tokenizer, trained_with
 from mst_scale.errors import UserError
+from mst_scale.files import file_digest
 from mst_scale.hugging_face.sources import (
     Source,
     TransformersSource,
@@ -149,7 +150,7 @@ def _compact(path: Path, tokenizer: str | None, device: torch.device) -> tuple[M
     else:
         text = our_text(named.name, config.vocab_size)
     model = load_model(weights).to(device)
-    folder, digest = file.parent, store.file_digest(file)
+    folder, digest = file.parent, file_digest(file)
     context, size = config.seq_length, config.vocab_size
     return Model(str(path), weights.step, folder, digest, model, context, size, device, _count(model)), text
 

@@ -20,7 +20,6 @@ from typing import Any
 
 import torch
 
-from mst_scale.checkpoints import store
 from mst_scale.comm import logger
 from mst_scale.config import Experiment
 from mst_scale.data.corpus import META, read_meta
@@ -29,6 +28,7 @@ from mst_scale.data.tokenizer import chosen, same_ids, trained_with, write_token
 from mst_scale.dead_units import format_counts
 from mst_scale.dead_units.units import LineFlags, find_units
 from mst_scale.errors import UserError
+from mst_scale.files import draft_of
 from mst_scale.hugging_face import model_card
 from mst_scale.hugging_face.model_files import DTYPES, TOKENIZER_FILES, Shape, write_json, write_model
 from mst_scale.hugging_face.names import VOCABULARY, Entry, entries, hugging_face_config
@@ -139,7 +139,7 @@ def export(
     text = chosen(tokenizer, tokenizer_of(experiment), str(path))
     name, identity = (None, None) if text is None else (text.name, text.identity)
     plan = None if request is None else _Plan(source, request)
-    with store.draft_of(out) as draft:
+    with draft_of(out) as draft:
         end_of_text, tokenizer_note = write_tokenizer(draft, name, experiment.model.vocab_size)
         pruned = _Pruned() if plan is None else plan.carry_out()
         tensors = _Tensors(source, pruned.matrices)
@@ -193,7 +193,7 @@ def _export_transformers(
                 zeros, counted = zeros + int((piece == 0).sum()), counted + piece.numel()
             yield piece
 
-    with store.draft_of(out) as draft:
+    with draft_of(out) as draft:
         if tokenizer is not None:
             note = write_tokenizer(draft, tokenizer, int(source.config.get("vocab_size", 0)))[1]
         for name in (*OTHER_COMPANIONS, *(TOKENIZER_FILES if tokenizer is None else ())):  # not those of two

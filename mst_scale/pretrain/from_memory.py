@@ -18,6 +18,7 @@ from mst_scale.checkpoints import memory_copies, store
 from mst_scale.checkpoints.memory_copies import PART, Copy
 from mst_scale.comm import FailedElsewhere, Ranks, logger
 from mst_scale.errors import Damaged
+from mst_scale.files import PARTIAL, free_space
 from mst_scale.pretrain import resume
 from mst_scale.run_logging import run_file
 from mst_scale.run_logging.run_file import DIVERGED
@@ -155,7 +156,7 @@ class _Held:
             FailedElsewhere: the same, where another rank has raised the OSError.
         """
         final = checkpoints / store.tag_of(copy.step)
-        draft = final.with_name(f"{final.name}.{copy.name}{store.PARTIAL}")
+        draft = final.with_name(f"{final.name}.{copy.name}{PARTIAL}")
 
         def begin() -> None:
             shutil.rmtree(draft, ignore_errors=True)
@@ -173,7 +174,7 @@ class _Held:
                 return str(error)
             raise OSError(
                 f"the copy of step {copy.step} in memory cannot be written to {checkpoints} "
-                f"({store.free_space(checkpoints)}): {error}. It stays in memory: make room, and start the run again"
+                f"({free_space(checkpoints)}): {error}. It stays in memory: make room, and start the run again"
             ) from error
         return None
 

@@ -31,6 +31,7 @@ from mst_scale.data.sampler import Sampler, open_sampler
 from mst_scale.engine.api import initialize
 from mst_scale.engine.targets import choose_targets
 from mst_scale.errors import UserError
+from mst_scale.files import write_atomically, write_if_possible
 from mst_scale.flops.formulas import optimizer_flops
 from mst_scale.flops.ledger import Ledger
 from mst_scale.hugging_face import start_from
@@ -239,7 +240,7 @@ def record_start(
         if step < experiment.training.steps or before is None:
             # with the old length on disk, each later start would extend the run once more
             longer = before is not None and before.get("training", {}).get("steps") != experiment.training.steps
-            write = store.write_atomically if longer else store.write_if_possible
+            write = write_atomically if longer else write_if_possible
             write(out / "config.json", json.dumps(config, indent=2) + "\n")
         else:
             config = before

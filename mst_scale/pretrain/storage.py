@@ -18,6 +18,7 @@ from mst_scale.checkpoints import mask_files, store
 from mst_scale.comm import Ranks
 from mst_scale.config import Experiment
 from mst_scale.config.compact import Stretch
+from mst_scale.files import PARTIAL, write_atomically
 from mst_scale.zero_shards import Handover
 
 
@@ -57,12 +58,12 @@ def hand_over(engine: Any, folder: Path, ranks: Ranks, state: dict[str, Any], ab
         state: what the training loop needs to continue.
         about: what the manifest of a checkpoint would say.
     """
-    draft = folder / ("storage" + store.PARTIAL)
+    draft = folder / ("storage" + PARTIAL)
 
     def begin() -> None:
         shutil.rmtree(draft, ignore_errors=True)
         draft.mkdir(parents=True)
-        store.write_atomically(draft / store.MANIFEST, store.sealed({**about, "files": {}}))
+        write_atomically(draft / store.MANIFEST, store.sealed({**about, "files": {}}))
 
     def active(name: str) -> Tensor | None:
         mask = masks.get(name)

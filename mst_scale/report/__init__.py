@@ -26,8 +26,8 @@ from typing import Any
 
 import jinja2
 
-from mst_scale.checkpoints.store import write_atomically
 from mst_scale.errors import UserError
+from mst_scale.files import write_atomically
 from mst_scale.hybrid_sparse_attention.pattern import ACCOUNTINGS
 from mst_scale.report import comparison, frontier, summary, topology_charts, weight_charts
 from mst_scale.report.groups import group_runs

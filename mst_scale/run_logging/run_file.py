@@ -19,8 +19,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from mst_scale.checkpoints.store import write_if_possible
 from mst_scale.comm import logger
+from mst_scale.files import write_if_possible
 
 PACKAGES = ("mst_scale", "torch", "deepspeed", "numpy", "safetensors", "triton", "mpi4py")
 SCHEDULERS = (

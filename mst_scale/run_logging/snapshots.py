@@ -19,8 +19,8 @@ from typing import Any
 
 import numpy as np
 
-from mst_scale.checkpoints.store import write_atomically
 from mst_scale.errors import Damaged
+from mst_scale.files import write_atomically
 
 FOLDER = "snapshots"
 CELLS = 96

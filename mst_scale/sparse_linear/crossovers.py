@@ -9,13 +9,11 @@ MST_SCALE_MEASURE=0). This file does not import torch: a plan reads it too.
 
 from __future__ import annotations
 
-import fcntl
 import functools
 import hashlib
 import json
 import logging
 import math
-import os
 import platform
 from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
@@ -24,6 +22,7 @@ from typing import Any
 
 from mst_scale import compiled
 from mst_scale.compiled import cache_folder
+from mst_scale.files import locked, write_atomically
 
 SHIPPED = Path(__file__).parent / "crossover.json"
 log = logging.getLogger("mst_scale")
@@ -124,8 +123,7 @@ def add(rows: Sequence[dict[str, Any]]) -> None:
     try:
         folder = own().parent
         folder.mkdir(parents=True, exist_ok=True)
-        with open(folder / "crossover.lock", "w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)  # released by the kernel even if this process is killed
+        with locked(folder / "crossover.lock"):
             cases = [_case(row) for row in rows]
             keep([*rows, *(row for row in measured_here() if _case(row) not in cases)])
     except (OSError, RuntimeError) as error:
@@ -135,10 +133,8 @@ def add(rows: Sequence[dict[str, Any]]) -> None:
 def keep(rows: list[dict[str, Any]]) -> None:
     """Write the user's table; if this is interrupted, the old one stays."""
     lines = ",\n".join(f"    {json.dumps(row)}" for row in rows)
-    new = own().with_suffix(".new")
-    new.parent.mkdir(parents=True, exist_ok=True)
-    new.write_text(f'{{\n  "crossovers": [\n{lines}\n  ]\n}}\n')
-    os.replace(new, own())
+    own().parent.mkdir(parents=True, exist_ok=True)
+    write_atomically(own(), f'{{\n  "crossovers": [\n{lines}\n  ]\n}}\n')
     table.cache_clear()
 
 

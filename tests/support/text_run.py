@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from mst_scale.checkpoints import store
+from mst_scale.files import file_digest
 from mst_scale.models import GPT
 from tests.support.saved_model import save
 from tests.support.sparse_gpt import sparse_gpt
@@ -26,7 +27,6 @@ def seal(saved: Path) -> None:
     """Write the manifest without which a run's folder does not count as one."""
     files = [path for path in saved.rglob("*") if path.is_file()]
     digests = {
-        str(path.relative_to(saved)): {"bytes": path.stat().st_size, "sha256": store.file_digest(path)}
-        for path in files
+        str(path.relative_to(saved)): {"bytes": path.stat().st_size, "sha256": file_digest(path)} for path in files
     }
     (saved / store.MANIFEST).write_text(store.sealed({"tag": saved.name, "step": 1, "files": digests}))

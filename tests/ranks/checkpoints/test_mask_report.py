@@ -11,6 +11,7 @@ import torch
 import mst_scale
 from mst_scale.checkpoints import mask_files, store
 from mst_scale.checkpoints.mask_report import inspect
+from mst_scale.files import draft_of
 from tests.ranks.checkpoints.test_mask_files import SHAPES, even, save, whole
 from tests.support import pool
 from tests.support.toys import deepspeed_config, toy, toy_batch
@@ -20,7 +21,7 @@ MICRO = 6  # micro-batches a step, shared by 1, 2 or 3 ranks
 
 def sealed(folder, flags=None, ranks=2, **changes):
     """A checkpoint as `pretrain` leaves it: mask files and a manifest."""
-    with store.draft_of(folder) as draft:
+    with draft_of(folder) as draft:
         (draft / "mp_rank_00_model_states.pt").write_text("weights")
         if flags is not None:
             save(draft, flags, even(ranks), **changes)

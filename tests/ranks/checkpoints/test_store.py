@@ -149,12 +149,6 @@ def test_leftovers_of_killed_saves_are_not_taken_for_checkpoints(tmp_path):
     assert not (tmp_path / "step00000009.partial").exists() and (tmp_path / "someone_elses").exists()
 
 
-def test_text_is_written_whole_or_not_at_all(tmp_path):
-    store.write_atomically(tmp_path / "t", "one")
-    store.write_atomically(tmp_path / "t", "two")
-    assert [p.name for p in tmp_path.iterdir()] == ["t"] and (tmp_path / "t").read_text() == "two"
-
-
 def test_a_link_that_goes_leaves_what_it_points_to(tmp_path):
     whole, link = tmp_path / "elsewhere", tmp_path / "run" / "step00000001"
     whole.mkdir()

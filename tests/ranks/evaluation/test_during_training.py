@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from mst_scale.checkpoints import store
+from mst_scale import files
 from mst_scale.cli import main
 from mst_scale.data.prepare import prepare
 from mst_scale.data.recipe import Recipe
@@ -60,7 +60,7 @@ def test_a_full_disk_does_not_end_a_run(tmp_path, monkeypatch, caplog):
         raise OSError(28, "No space left on device")
 
     tasks, experiment = tasks_of_a_run(tmp_path)
-    monkeypatch.setattr(store, "write_atomically", full)
+    monkeypatch.setattr(files, "write_atomically", full)
     assert tasks.at(Engine(GPT(experiment.model)), 3)["eval/ptb/token_perplexity"] > 1
     assert "the run continues without it" in caplog.text
 

@@ -11,6 +11,7 @@ import torch
 from mst_scale.checkpoints import store
 from mst_scale.checkpoints.reshape import reshape
 from mst_scale.evaluation.models import open_model
+from mst_scale.files import file_digest
 from mst_scale.hugging_face.export import export
 from mst_scale.zero_shards import safe_load
 from tests.support import pool, tiny_run
@@ -53,7 +54,7 @@ def poison(folder: Path, pattern: str, target: Path) -> None:
     manifest = json.loads((folder / "manifest.json").read_text())
     for name in manifest["files"]:
         path = folder / name
-        manifest["files"][name] = {"bytes": path.stat().st_size, "sha256": store.file_digest(path)}
+        manifest["files"][name] = {"bytes": path.stat().st_size, "sha256": file_digest(path)}
     (folder / "manifest.json").write_text(store.sealed(manifest))
 
 

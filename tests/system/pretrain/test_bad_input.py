@@ -9,6 +9,7 @@ import pytest
 import torch.distributed as dist
 
 from mst_scale.checkpoints import store
+from mst_scale.files import draft_of
 from tests.support import pool, tiny_run, whole_runs
 from tests.support.whole_runs import attempt
 
@@ -150,7 +151,7 @@ def cut_short(option, *words, **blocks):
 
     def make(folder):
         argv = arguments(folder, option, str(folder / "small"), *words, **blocks)
-        with store.draft_of(folder / "small" / "checkpoints" / "step00000002") as draft:
+        with draft_of(folder / "small" / "checkpoints" / "step00000002") as draft:
             store.seal_alone(draft, {"step": 2})
         (folder / "small" / "config.json").write_text('{"model": {"n_la')
         return argv

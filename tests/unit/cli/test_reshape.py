@@ -1,6 +1,8 @@
 """`mst reshape` as it is typed."""
 
 import json
+import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -67,3 +69,18 @@ def test_a_conversion_that_fails_leaves_nothing(folder, monkeypatch, capsys):
     assert main(["reshape", str(folder)]) == 1
     assert "No space left" in capsys.readouterr().err
     assert not list(folder.glob("universal*"))
+
+
+def test_two_processes_at_a_time_create_one_copy(folder, monkeypatch):
+    converted = []
+
+    def slow(source, draft):
+        converted.append(draft)
+        time.sleep(0.3)
+        (draft / "weights.pt").write_text("w")
+
+    monkeypatch.setattr(module.universal, "convert", slow)
+    with ThreadPoolExecutor() as threads:
+        seconds = sorted(done.seconds for done in threads.map(module.reshape, [folder] * 3))
+    assert seconds[:2] == [0, 0] < seconds[2:] and len(converted) == 1
+    assert sorted(path.name for path in folder.glob("universal*")) == ["universal"], "no lock stays"
