@@ -100,6 +100,8 @@ def initialize(
             "this model stores only the active weights of an earlier engine (mst.compute.compact): build it again, and "
             "load its weights, of which state_dict() returns whole matrices"
         )
+    if zero_shards.has_engine(optimizer):
+        raise UserError("an earlier engine has this optimizer, and masks what it updates: create one for each engine")
     remove_products(model)  # of an earlier engine, whose masks are no longer followed
     speak()
     cut_sequences(model, others.get("mpu"))

@@ -76,6 +76,7 @@ from mst_scale.zero_shards.step import (
     check_optimized,
     clip_factor,
     grad_norm,
+    has_engine,
     has_moments,
     loss_scale,
     on_cpu,

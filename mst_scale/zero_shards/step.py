@@ -6,6 +6,7 @@ import contextlib
 import functools
 import math
 import types
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -15,6 +16,8 @@ from deepspeed.accelerator import get_accelerator
 
 from mst_scale.errors import UserError
 from mst_scale.zero_shards.logical import is_cut, is_empty
+
+_OF_ENGINES: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 
 
 def base_optimizer(engine: Any) -> Any:
@@ -130,6 +133,11 @@ def on_zero_grad(engine: Any, call: Callable[[], None]) -> None:
         owner.zero_grad = zero_grad
 
 
+def has_engine(optimizer: Any) -> bool:
+    """Return whether an engine already masks what this optimizer updates."""
+    return isinstance(optimizer, torch.optim.Optimizer) and optimizer in _OF_ENGINES
+
+
 def before_master_update(engine: Any, hook: Callable[[], None]) -> None:
     """Call `hook` before each update of master weights (see after_master_update); the norm is known by then."""
 
@@ -137,6 +145,7 @@ def before_master_update(engine: Any, hook: Callable[[], None]) -> None:
         hook()
 
     base_optimizer(engine).register_step_pre_hook(pre)
+    _OF_ENGINES.add(base_optimizer(engine))
 
 
 def after_master_update(engine: Any, hook: Callable[[set[int]], None]) -> None:

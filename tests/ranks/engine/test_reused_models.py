@@ -39,6 +39,26 @@ def test_a_compact_model_is_rejected():
     assert "build it again" in message
 
 
+def with_one_optimizer(rank, world, stage):
+    model = toy()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    config = mst_config(stage, world)
+    config.pop("optimizer", None)
+    train(mst_scale.initialize(model=model, optimizer=optimizer, config=config)[0], rank, world, 2)
+    try:
+        mst_scale.initialize(model=model, optimizer=optimizer, config=config)
+    except UserError as error:
+        return str(error)
+    return None
+
+
+@pytest.mark.parametrize("stage", [0, 2])
+def test_an_optimizer_of_an_earlier_engine_is_rejected(stage):
+    """Hooks of that engine would mask its updates too."""
+    (message,) = pool.run(with_one_optimizer, 1, stage)
+    assert message and "optimizer" in message
+
+
 class Dropping(torch.nn.Module):
     """Two layers, of which a rank may use one."""
 
