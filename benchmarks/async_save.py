@@ -40,7 +40,7 @@ def measure(stage: int, rounds: int, threads: int) -> Row:
     """Measure one ZeRO stage on the ranks that call this."""
     import mst_scale
     from mst_scale import comm
-    from mst_scale.checkpoints import store
+    from mst_scale.checkpoints import finding, store
     from mst_scale.checkpoints.background import BackgroundSaves
     from mst_scale.config import ModelConfig
     from mst_scale.models.gpt import GPT
@@ -76,7 +76,7 @@ def measure(stage: int, rounds: int, threads: int) -> Row:
     def start() -> None:
         saves.start(
             lambda snapshot, draft: store.copy(engine, snapshot, draft, {"step": number}),
-            folder / store.tag_of(number),
+            folder / finding.tag_of(number),
             step=number, about=store.describe(engine, ranks, step=number, **about), keep=1,  # type: ignore[arg-type]
         )  # fmt: skip
 

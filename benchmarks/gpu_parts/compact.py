@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch._dynamo
 
-from mst_scale.checkpoints import store
+from mst_scale.checkpoints import finding
 from mst_scale.comm.launch import LAUNCHER_VARIABLES
 
 from ..page import aside
@@ -223,7 +223,7 @@ def storage_changes(where: Where, stage: int) -> Row:
         if ended.returncode:
             lines = (folder / kind / "log").read_text().strip().splitlines() or ["it printed nothing"]
             raise RuntimeError("; ".join(lines[-4:]))
-        found.append(tensors_of(folder / kind / "out" / "checkpoints" / store.tag_of(RUN_STEPS)))
+        found.append(tensors_of(folder / kind / "out" / "checkpoints" / finding.tag_of(RUN_STEPS)))
     ours, dense = found
     starts = json.loads((folder / "auto" / "out" / "run.json").read_text())["starts"]
     printed = (folder / "auto" / "log").read_text()

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import TextIO
 
 import mst_scale
-from mst_scale.checkpoints import store
+from mst_scale.checkpoints import finding
 from mst_scale.config import Experiment, to_dict
 from mst_scale.errors import UserError
 from mst_scale.run_logging import metrics, run_file
@@ -124,20 +124,20 @@ class Runner:
         log = folder.with_suffix(".log")
         started = time.monotonic()
         self._wait_for(folder)
-        if job.smaller is not None and not store.list_tags(folder / "checkpoints"):
+        if job.smaller is not None and not finding.list_tags(folder / "checkpoints"):
             code = self._make_smaller(job.smaller)
             if code:
                 return self._failure(job, self._folder(job.smaller).with_suffix(".log"), code)
         branch, steps_run = [], job.steps
-        if not store.list_tags(folder / "checkpoints") and (start := job.decays_from):
+        if not finding.list_tags(folder / "checkpoints") and (start := job.decays_from):
             trunk = self.out / "trunks" / job.trunk
             self._wait_for(trunk)
             stood = _stands_at(trunk)
             code = self._extend_trunk(job, trunk, start) if stood < start else 0
             if code:
                 return self._failure(job, trunk.with_suffix(".log"), code)
-            if (trunk / "checkpoints" / store.tag_of(start)).is_dir():
-                branch = ["--branch-decay-from", f"{trunk}:{store.tag_of(start)}"]
+            if (trunk / "checkpoints" / finding.tag_of(start)).is_dir():
+                branch = ["--branch-decay-from", f"{trunk}:{finding.tag_of(start)}"]
                 steps_run = job.steps - start + max(0, start - stood)
         if (found := self._record(job, folder, started, steps_run)) is not None:
             return found  # it ended after its queue was killed
@@ -275,7 +275,7 @@ def _keeping_one(experiment: Experiment) -> Experiment:
 
 def _stands_at(folder: Path) -> int:
     """The step of the latest checkpoint; 0 if there is none."""
-    tags = store.list_tags(folder / "checkpoints")
+    tags = finding.list_tags(folder / "checkpoints")
     return int(tags[0].removeprefix("step")) if tags else 0
 
 

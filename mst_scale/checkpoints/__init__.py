@@ -1,6 +1,8 @@
 """Checkpoints: folders that are complete or ignored even if a run is killed at any moment, with the masks in them.
 
-store         atomic folders, sealed with digests; finds the latest complete one
+store         atomic folders, sealed with digests; removes older ones
+manifests     what a checkpoint says of itself, and whether its files are those that were written
+finding       the checkpoint that a path refers to
 background    asynchronous saves: a copy in memory, and the process that writes it
 writer        that process: writes, digests, reads back, seals, removes older ones; keeps copies in memory
 memory_copies copies in a host's memory that outlive the run's processes: the files of each rank's part

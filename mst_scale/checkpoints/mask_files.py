@@ -30,7 +30,7 @@ from pydantic import TypeAdapter, ValidationError
 from safetensors import SafetensorError
 
 from mst_scale import snapshot, tensor_files
-from mst_scale.checkpoints import store
+from mst_scale.checkpoints import manifests
 from mst_scale.checkpoints.mask_state import MaskState
 from mst_scale.comm import Damaged
 from mst_scale.errors import UserError
@@ -156,7 +156,7 @@ class Masks:
 
 def are_expected(checkpoint: Path) -> bool:
     """Return whether a checkpoint was saved with masks, as its manifest says; True if it has none."""
-    manifest = store.head(checkpoint)
+    manifest = manifests.head(checkpoint)
     return manifest is None or any(name.startswith(f"{FOLDER}/") for name in manifest["files"])
 
 

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from mst_scale.checkpoints import mask_files, store
+from mst_scale.checkpoints import finding, manifests, mask_files
 from mst_scale.comm import Damaged
 from mst_scale.errors import UserError
 from mst_scale.mixed_growing.masks import StoredMask, assemble, ever_active, sha256
@@ -56,11 +56,11 @@ class Report:
 
 def inspect(path: Path) -> Report:
     """Return the report on a checkpoint, or on the newest complete one of a run."""
-    checkpoint = store.locate(path)
-    manifest = store.head(checkpoint)
+    checkpoint = finding.locate(path)
+    manifest = manifests.head(checkpoint)
     folder = f"{mask_files.FOLDER}/"
     if manifest is not None:
-        faults = store.damage(checkpoint, within=folder)
+        faults = manifests.damage(checkpoint, within=folder)
         if faults:
             raise Damaged(f"{checkpoint}: {faults[0]}; copy it again or use another checkpoint")
         if not any(name.startswith(folder) for name in manifest["files"]):

@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from mst_scale import snapshot
-from mst_scale.checkpoints import store
-from mst_scale.checkpoints.store import MANIFEST
+from mst_scale.checkpoints import manifests
+from mst_scale.checkpoints.manifests import MANIFEST
 from mst_scale.comm.launch import machine
 from mst_scale.errors import Damaged
 from mst_scale.files import PARTIAL, write_atomically
@@ -126,7 +126,7 @@ def write_part(folder: Path, head: dict[str, Any], files: list[CapturedFile], me
     try:
         inside = [file for file in files if not file.path.startswith("..")]  # others are DeepSpeed's scripts
         names = snapshot.write(inside, memory, draft)
-        return complete_part(draft, {**head, "files": store.digests_of(draft, names)})
+        return complete_part(draft, {**head, "files": manifests.digests_of(draft, names)})
     except OSError:
         shutil.rmtree(draft, ignore_errors=True)
         raise
@@ -156,7 +156,7 @@ def complete_part(draft: Path, head: dict[str, Any]) -> Path:
     Raises:
         OSError: if there is no memory for it.
     """
-    write_atomically(draft / MANIFEST, store.sealed(head))
+    write_atomically(draft / MANIFEST, manifests.sealed(head))
     final = draft.with_name(head["tag"])
     draft.rename(final)
     return final
@@ -171,7 +171,7 @@ def list_parts(folder: Path) -> list[tuple[Copy, int]]:
     if _is_own(folder.parent):
         for part in [part for of_rank in _entries(folder) for part in _entries(of_rank)]:
             with contextlib.suppress(Damaged, KeyError, TypeError):
-                head = store.head(part) or {}
+                head = manifests.head(part) or {}
                 about = head[PART]
                 if part == part_folder(folder, head["tag"], about["rank"]):  # and not a draft
                     found.append((Copy(*(about[field] for field in Copy._fields)), about["rank"]))
@@ -196,7 +196,7 @@ def put_back(part: Path, draft: Path) -> tuple[dict[str, Any], dict[str, dict[st
         OSError: if a file cannot be written.
         Damaged: if the files cannot be read, or are not those that were written.
     """
-    head = store.head(part)
+    head = manifests.head(part)
     if head is None:
         raise Damaged(f"{part} has no {MANIFEST}")
     for name in head["files"]:
@@ -207,7 +207,7 @@ def put_back(part: Path, draft: Path) -> tuple[dict[str, Any], dict[str, dict[st
             raise Damaged(f"{part / name} cannot be read: {error}") from None
         with read, (draft / name).open("wb") as written:
             shutil.copyfileobj(read, written, 1 << 20)
-    digests = store.digests_of(draft, list(head["files"]))
+    digests = manifests.digests_of(draft, list(head["files"]))
     if wrong := [name for name, entry in head["files"].items() if digests[name] != entry]:
         raise Damaged(f"{part / wrong[0]} does not match its digest")
     return head, digests

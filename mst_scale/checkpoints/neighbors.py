@@ -26,7 +26,7 @@ from multiprocessing.connection import Connection, answer_challenge, deliver_cha
 from pathlib import Path
 from typing import Any
 
-from mst_scale.checkpoints import memory_copies, store
+from mst_scale.checkpoints import manifests, memory_copies
 from mst_scale.comm import Ranks
 
 CHUNK = 4 << 20  # bytes
@@ -140,7 +140,7 @@ class Link:
             self._connection = _bounded(socket.create_connection(place, timeout=SECONDS))
             answer_challenge(self._connection, neighbor.key)
             deliver_challenge(self._connection, neighbor.key)
-        connection, head = self._connection, store.head(part)
+        connection, head = self._connection, manifests.head(part)
         assert head is not None
         connection.send_bytes(json.dumps({"head": head, "keep": keep}).encode())
         for name, entry in head["files"].items():

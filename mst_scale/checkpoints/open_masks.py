@@ -16,7 +16,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from mst_scale.checkpoints import mask_files, store
+from mst_scale.checkpoints import finding, mask_files
 from mst_scale.comm import Damaged
 from mst_scale.errors import UserError
 from mst_scale.mixed_growing import packed_bits
@@ -75,8 +75,8 @@ def of_source(source: Path) -> Named:
     """
     if source.is_file():
         return OpenMasks(source)
-    weights = sorted(source.glob("*.safetensors")) if store.of_other_loops(source) is None else []
-    return _of_zeros(weights) if weights else _of_checkpoint(store.locate(source))
+    weights = sorted(source.glob("*.safetensors")) if finding.of_other_loops(source) is None else []
+    return _of_zeros(weights) if weights else _of_checkpoint(finding.locate(source))
 
 
 def _of_checkpoint(checkpoint: Path) -> Named:

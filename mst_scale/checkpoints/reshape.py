@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from mst_scale.checkpoint_folders import SOURCE, has_copy, identity_of
-from mst_scale.checkpoints import mask_files, model_config, store
-from mst_scale.checkpoints.store import UNIVERSAL
+from mst_scale.checkpoints import finding, manifests, mask_files, model_config
+from mst_scale.checkpoints.manifests import UNIVERSAL
 from mst_scale.comm import logger
 from mst_scale.compiled.first_use import elapsed
 from mst_scale.errors import UserError
@@ -51,7 +51,7 @@ class Reshaped:
 def reshape(path: Path, out: Path | None = None) -> Reshaped:
     """Make the universal copy of a checkpoint, or of a run's latest one; `out` is of the same kind as `path`."""
     start = time.monotonic()
-    source = store.locate(path)
+    source = finding.locate(path)
     target = _target(path, source, out)
     if out is not None and out.exists():
         raise UserError(f"{out} exists: choose another OUT")
@@ -60,7 +60,7 @@ def reshape(path: Path, out: Path | None = None) -> Reshaped:
     waiting = functools.partial(elapsed, f"waiting for another process, which is creating {target}")
     with locked(beside, waiting, remove=True) if out is None else contextlib.nullcontext():
         if target.exists():
-            if has_copy(source) and not store.damage(target):
+            if has_copy(source) and not manifests.damage(target):
                 return _reshaped(source, target, 0.0)
             shutil.rmtree(target)
         _write(source, target)
@@ -68,7 +68,7 @@ def reshape(path: Path, out: Path | None = None) -> Reshaped:
         for name in ("config.json", "metrics.jsonl"):
             if (path / name).is_file():
                 shutil.copy2(path / name, out / name)
-        if store.step_of(target) < 0:  # of another loop than `pretrain`, whose steps no name tells
+        if finding.step_of(target) < 0:  # of another loop than `pretrain`, whose steps no name tells
             write_atomically(target.parent / "latest", target.name)
     write_atomically(target.parent / "latest_universal", target.name)  # where DeepSpeed looks without a tag
     return _reshaped(source, target, time.monotonic() - start)
@@ -113,11 +113,11 @@ def _write(source: Path, target: Path) -> None:
             shutil.copytree(source / mask_files.FOLDER, draft / mask_files.FOLDER, ignore=without)
         if (source / model_config.NAME).is_file():
             shutil.copy2(source / model_config.NAME, draft / model_config.NAME)
-        manifest = store.head(source) or {}
+        manifest = manifests.head(source) or {}
         kept = ("tag", "step", "batch", "micro", "ranks", "optimizer")
         about: dict[str, Any] = {key: manifest[key] for key in kept if key in manifest}
         about[SOURCE] = identity
-        store.seal_alone(draft, {"step": step, **about, "universal": True})
+        manifests.seal_alone(draft, {"step": step, **about, "universal": True})
 
 
 def _target(path: Path, source: Path, out: Path | None) -> Path:
@@ -127,18 +127,18 @@ def _target(path: Path, source: Path, out: Path | None) -> Path:
 
 
 def _refuse_damaged(source: Path) -> None:
-    manifest = store.head(source)
+    manifest = manifests.head(source)
     if manifest is None:
         if (source / mask_files.FOLDER).is_dir():
             mask_files.read_all(source)
     elif manifest.get("universal") or (source / "zero").is_dir():
         raise UserError(f"{source} is universal already: any number of ranks and any ZeRO stage can load it")
     else:
-        store.check(source)
+        manifests.check(source)
 
 
 def _reshaped(source: Path, target: Path, seconds: float) -> Reshaped:
-    manifest = store.head(target)
+    manifest = manifests.head(target)
     assert manifest is not None
     files = manifest["files"]
     return Reshaped(

@@ -19,7 +19,7 @@ import torch
 
 from mst_scale import zero_shards
 from mst_scale._deprecated import renamed_arguments
-from mst_scale.checkpoints import mask_files, store
+from mst_scale.checkpoints import manifests, mask_files
 from mst_scale.checkpoints.multiplied import multiplied_weights_of
 from mst_scale.comm import logger
 from mst_scale.errors import UserError
@@ -80,7 +80,7 @@ def take_weights(engine: Any, source: Path) -> dict[str, Any]:
 
     Any ZeRO stage and number of ranks may have saved it. Returns the other contents of its first file.
     """
-    store.check(source)
+    manifests.check(source)
     trained = multiplied_weights_of(source)
     state, untrained = untrained_of(source)
     _fill(engine, source, trained, untrained)

@@ -30,7 +30,7 @@ from typing import Any
 
 from mst_scale import snapshot
 from mst_scale.checkpoint_folders import remove_outdated
-from mst_scale.checkpoints import memory_copies, store
+from mst_scale.checkpoints import manifests, memory_copies, store
 from mst_scale.checkpoints.memory_copies import MemoryJob
 from mst_scale.checkpoints.neighbors import Link, Listen, listen
 from mst_scale.comm import logger, speak
@@ -134,15 +134,15 @@ def write(job: Job, memory: int) -> None:
         from mst_scale.checkpoints.reshape import make_dense  # imports DeepSpeed
 
         more = make_dense(draft)
-        files = _written(draft, store.files_in(draft))
+        files = _written(draft, manifests.files_in(draft))
     _complete(job, draft, final, files, more)
     logger.info("saved %s in %.1f s (training waited %.2f s)", final, time.monotonic() - start + job.copied, job.copied)
 
 
 def _written(draft: Path, names: list[str]) -> dict[str, Any]:
     """Return the digests of files that the disk has, and has given back unchanged."""
-    digests = store.digests_of(draft, names)
-    if faults := store.faults_of(draft, digests, names):
+    digests = manifests.digests_of(draft, names)
+    if faults := manifests.faults_of(draft, digests, names):
         raise OSError(f"the disk does not give back what was written to {draft}: {faults[0]}")
     return digests
 
@@ -166,7 +166,7 @@ def _complete(job: Job, draft: Path, final: Path, files: dict[str, Any], more: d
         store.prune(final.parent, job.keep, job.about["step"])
         return
     if final.exists():  # as DeepSpeed does, replace its files and leave those of others alone
-        names = store.files_in(draft)
+        names = manifests.files_in(draft)
         remove_outdated(final, names)
         for name in names:
             (final / name).parent.mkdir(parents=True, exist_ok=True)

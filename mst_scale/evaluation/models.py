@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from mst_scale.checkpoint_folders import identity_of
-from mst_scale.checkpoints import model_config, store
+from mst_scale.checkpoints import finding, model_config
 from mst_scale.comm import logger
 from mst_scale.compact_files.layout import file_of, is_compact
 from mst_scale.compact_files.weights import load_model, open_weights
@@ -88,14 +88,14 @@ def open_model(
     if is_compact(path):
         return _compact(path, tokenizer, device)
     has_config = model_config.is_transformers(path / "config.json")
-    if has_config and store.of_other_loops(path) is None:  # of a checkpoint the fp32 masters are read
+    if has_config and finding.of_other_loops(path) is None:  # of a checkpoint the fp32 masters are read
         return _pretrained(name, path, tokenizer, device)
     if on_hub(name):
         return _pretrained(name, None, tokenizer, device)
     if not path.is_dir():
         raise UserError(f"{path} is a file: give a run's folder, a checkpoint, or a model's folder")
     try:
-        store.locate(path)
+        finding.locate(path)
     except UserError as error:
         raise UserError(f"{error}, and it is not a transformers model (no config.json with a model_type)") from None
     if (found := find_transformers(path, config)) is not None:

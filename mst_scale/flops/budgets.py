@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from mst_scale.checkpoints import store
+from mst_scale.checkpoints import finding
 from mst_scale.comm import logger
 from mst_scale.config import RATE_DURATIONS, Experiment, ModelConfig, load, load_of_run
 from mst_scale.config.check import OPTION, folder_of, smaller_model
@@ -44,7 +44,7 @@ class Before:
 def before(experiment: Experiment, sequences: int) -> Before:
     """Count the FLOPs of a run that grows from another before its first step, with `sequences` per batch."""
     assert experiment.mst.grow_from is not None
-    checkpoint = store.locate(folder_of(experiment.mst.grow_from))
+    checkpoint = finding.locate(folder_of(experiment.mst.grow_from))
     step, run = _spent(checkpoint)
     return Before(checkpoint, step, run, of_growth(experiment, smaller_model(experiment.mst.grow_from), sequences))
 

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from mst_scale.checkpoints import mask_files, model_config, store
+from mst_scale.checkpoints import finding, manifests, mask_files, model_config
 from mst_scale.checkpoints.multiplied import multiplied_weights_of
 from mst_scale.config import Experiment, ModelConfig, load, load_of_run
 from mst_scale.data.corpus import META, read_meta
@@ -105,9 +105,9 @@ def open_source(path: Path, config: Path | None = None, *, causal: bool = True) 
         UserError: if it is not a checkpoint of one of our models.
         Damaged: if a file is truncated.
     """
-    checkpoint = store.locate(path)
+    checkpoint = finding.locate(path)
     if checkpoint == path:  # otherwise it was checked when it was found
-        store.check(checkpoint)
+        manifests.check(checkpoint)
     beside = config is None
     if config is None:
         config = next((p / "config.json" for p in checkpoint.parents if (p / "config.json").is_file()), None)
@@ -125,7 +125,7 @@ def open_source(path: Path, config: Path | None = None, *, causal: bool = True) 
         if found != shape:
             problem = "is missing" if found is None else f"has shape {found}, not {shape}"
             raise UserError(f"{checkpoint}: {name} {problem}: the model differs from the one in {config}")
-    step = (store.head(checkpoint) or _masks_head(checkpoint)).get("step")
+    step = (manifests.head(checkpoint) or _masks_head(checkpoint)).get("step")
     return Source(checkpoint, config.parent if config.name == "config.json" else None, experiment, step, weights)
 
 
@@ -288,7 +288,7 @@ def open_transformers(checkpoint: Path, config_file: Path) -> TransformersSource
         UserError: if the checkpoint is of another model.
         Damaged: if a file is truncated.
     """
-    store.check(checkpoint)
+    manifests.check(checkpoint)
     weights = multiplied_weights_of(checkpoint)
     state, untrained = untrained_of(checkpoint)
     masks = mask_files.read(mask_files.file_of(checkpoint, 0))[0] if (checkpoint / mask_files.FOLDER).is_dir() else {}
@@ -327,6 +327,6 @@ def find_transformers(path: Path, config: Path | None) -> tuple[Path, Path] | No
     Returns:
         The checkpoint and the configuration; None if it is not a transformers model.
     """
-    checkpoint = store.locate(path)
+    checkpoint = finding.locate(path)
     found = config or model_config.config_of(checkpoint)
     return (checkpoint, found) if found is not None and model_config.is_transformers(found) else None

@@ -22,7 +22,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 
 from mst_scale import zero_shards
-from mst_scale.checkpoints import store
+from mst_scale.checkpoints import finding
 from mst_scale.checkpoints.multiplied import multiplied_weights_of
 from mst_scale.config import ModelConfig, read_of_run
 from mst_scale.errors import Damaged, UserError
@@ -154,7 +154,7 @@ def read(folder: Path, config: ModelConfig) -> dict[str, torch.Tensor]:
         Damaged: if a file is truncated.
     """
     if _run(folder) is not None:
-        return of_run(store.locate(folder), config)
+        return of_run(finding.locate(folder), config)
     found = _of_gpt2(folder, config)
     _check_shapes(found, config, folder)
     return found

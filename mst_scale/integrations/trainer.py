@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 from transformers import TrainerCallback
 
-from mst_scale.checkpoints import store
+from mst_scale.checkpoints import finding
 from mst_scale.comm import Damaged, SharedMistake, logger
 from mst_scale.run_logging.progress import flops_unit
 from mst_scale.run_logging.record import Row
@@ -111,7 +111,7 @@ def _complete(resume: Any, out: Path) -> Any:
     """
     newest = _newest_complete(out)
     if resume is True:
-        if newest is None and store.numbered(out, "checkpoint-"):
+        if newest is None and finding.numbered(out, "checkpoint-"):
             raise SharedMistake(f"no checkpoint in {out} is complete: start without resume_from_checkpoint")
         return resume if newest is None else newest
     if isinstance(resume, str | os.PathLike) and Path(resume).is_dir() and not _has_weights(Path(resume)):
@@ -124,7 +124,7 @@ def _newest_complete(out: Path) -> str | None:
     """Return the newest complete checkpoint of a Trainer, as the first rank sees the folder."""
 
     def find() -> str | None:
-        for _, folder in sorted(store.numbered(out, "checkpoint-"), reverse=True):
+        for _, folder in sorted(finding.numbered(out, "checkpoint-"), reverse=True):
             if _is_complete(folder):
                 return str(folder)
             logger.error("%s is not complete, because a save was interrupted: trying the previous checkpoint", folder)
@@ -149,7 +149,7 @@ def _is_complete(folder: Path) -> bool:
 def _has_weights(folder: Path) -> bool:
     """Whether DeepSpeed's checkpoint in a folder is complete: in the end, `latest` names it."""
     try:
-        return store.named_by_latest(folder) is not None
+        return finding.named_by_latest(folder) is not None
     except (OSError, Damaged):
         return False
 

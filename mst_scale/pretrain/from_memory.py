@@ -14,7 +14,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from mst_scale.checkpoints import memory_copies, store
+from mst_scale.checkpoints import finding, manifests, memory_copies, store
 from mst_scale.checkpoints.memory_copies import PART, Copy
 from mst_scale.comm import FailedElsewhere, Ranks, logger
 from mst_scale.errors import Damaged
@@ -63,7 +63,7 @@ def restore(out: Path, resume_from: str, ranks: Ranks) -> dict[str, Any] | None:
                 seconds = time.monotonic() - began
                 logger.info(
                     "the run continues from memory, at step %d: the copy on its hosts was written to %s in %.1f s",
-                    copy.step, checkpoints / store.tag_of(copy.step), seconds,
+                    copy.step, checkpoints / finding.tag_of(copy.step), seconds,
                 )  # fmt: skip
                 return {"step": copy.step, "parts": copy.ranks, "seconds": round(seconds, 3)}
         logger.warning("the copy of step %d in memory is not used: %s", copy.step, why)
@@ -73,7 +73,7 @@ def restore(out: Path, resume_from: str, ranks: Ranks) -> dict[str, Any] | None:
 def _is_new(out: Path) -> bool:
     """Return whether a folder has nothing of a run, whatever the memory of this host still has of its path."""
     known = any((out / name).exists() for name in ("run.json", "run.json.damaged", "config.json", "metrics.jsonl"))
-    return not known and not store.list_tags(out / "checkpoints")
+    return not known and not finding.list_tags(out / "checkpoints")
 
 
 def _by_copy(held: Iterable[tuple[str, list[tuple[Copy, int]]]]) -> dict[Copy, dict[int, list[str]]]:
@@ -121,12 +121,12 @@ def _newest_on_disk(folder: Path, copies: Iterable[Copy], verified: int | None, 
 
     Files are read only if it matters: whether one that is newer than a copy is undamaged.
     """
-    steps = [store.step_of(folder / tag) for tag in ranks.on_first(lambda: store.list_tags(folder))]
+    steps = [finding.step_of(folder / tag) for tag in ranks.on_first(lambda: finding.list_tags(folder))]
     newest = max((step for step in steps if verified is None or step <= verified), default=-1)
     if newest < max((copy.step for copy in copies if verified is None or copy.step <= verified), default=-1):
         return newest
-    sound = store.newest(folder, ranks, before=newest + 1)
-    return -1 if sound is None else store.step_of(folder / sound)
+    sound = finding.newest(folder, ranks, before=newest + 1)
+    return -1 if sound is None else finding.step_of(folder / sound)
 
 
 class _Held:
@@ -155,7 +155,7 @@ class _Held:
             OSError: if the disk cannot take them.
             FailedElsewhere: the same, where another rank has raised the OSError.
         """
-        final = checkpoints / store.tag_of(copy.step)
+        final = checkpoints / finding.tag_of(copy.step)
         draft = final.with_name(f"{final.name}.{copy.name}{PARTIAL}")
 
         def begin() -> None:
@@ -216,7 +216,7 @@ class _Held:
         return {rank: self._put_back(copy, rank, draft) for rank in mine}
 
     def _put_back(self, copy: Copy, rank: int, draft: Path) -> tuple[dict[str, Any], dict[str, Any]] | str:
-        part = memory_copies.part_folder(self._folder, store.tag_of(copy.step), rank)
+        part = memory_copies.part_folder(self._folder, finding.tag_of(copy.step), rank)
         try:
             head, digests = memory_copies.put_back(part, draft)
         except Damaged as error:
@@ -230,5 +230,5 @@ def _seal(draft: Path, final: Path, head: dict[str, Any], files: dict[str, Any])
         from mst_scale.checkpoints.reshape import make_dense  # imports DeepSpeed
 
         more = make_dense(draft)
-        files = store.digests_of(draft, store.files_in(draft))
+        files = manifests.digests_of(draft, manifests.files_in(draft))
     store.seal_files(draft, final, {**about, **more, "files": files})

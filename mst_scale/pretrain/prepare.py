@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from mst_scale import zero_shards
-from mst_scale.checkpoints import mask_files, store
+from mst_scale.checkpoints import manifests, mask_files, store
 from mst_scale.comm import Mesh, Ranks, logger
 from mst_scale.config import DataConfig, Experiment, to_dict
 from mst_scale.config import compact as compact_steps
@@ -160,7 +160,7 @@ def prepare(
     elif source is None:
         weights = _read_initial_weights(fitted, ranks)
     begins("model and engine", f" ({fitted.model.weights:,} weights)")
-    saved = None if source is None else ranks.on_first(lambda: (store.head(source) or {}).get("optimizer"))
+    saved = None if source is None else ranks.on_first(lambda: (manifests.head(source) or {}).get("optimizer"))
     chosen = ranks.agree(lambda: validation.choose_adam(fitted, source is None, saved))
     if stretches:
         logger.info("%s", storage.describe(stretches))

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from mst_scale.checkpoint_folders import has_copy
-from mst_scale.checkpoints import store
-from mst_scale.checkpoints.store import UNIVERSAL
+from mst_scale.checkpoints import finding, manifests
+from mst_scale.checkpoints.manifests import UNIVERSAL
 from mst_scale.comm import ParallelDims, Ranks, logger
 from mst_scale.config import Experiment, read_saved, to_dict
 from mst_scale.config.changes import result_keys
@@ -64,7 +64,7 @@ def choose_checkpoint(out: Path, resume: str, ranks: Ranks) -> Path | None:
     """
     folder = out / "checkpoints"
     resume = ranks.on_first(lambda: effective(resume, out))
-    existing = ranks.on_first(lambda: store.list_tags(folder))
+    existing = ranks.on_first(lambda: finding.list_tags(folder))
     if resume == "never":
         if existing:
             ranks.fail(UserError(f"{out} already contains a run: choose another --out, or --resume auto"))
@@ -77,7 +77,7 @@ def choose_checkpoint(out: Path, resume: str, ranks: Ranks) -> Path | None:
     if resume not in existing:
         found = f"it has {', '.join(existing)}" if existing else "it has none"
         ranks.fail(UserError(f"--resume {resume}: there is no such checkpoint in {folder}: {found}"))
-    ranks.agree(lambda: store.check_undamaged(folder / resume, ranks))
+    ranks.agree(lambda: manifests.check_undamaged(folder / resume, ranks))
     return folder / resume
 
 
@@ -89,11 +89,11 @@ def _newest_verified(out: Path, existing: list[str], ranks: Ranks) -> str | None
     folder = out / "checkpoints"
     verified = ranks.on_first(lambda: run_file.verified(out / "run.json"))
     if verified is None or not existing:
-        return store.newest(folder, ranks)
-    tag = store.newest(folder, ranks, before=verified + 1)
+        return finding.newest(folder, ranks)
+    tag = finding.newest(folder, ranks, before=verified + 1)
     if tag is None:
         oldest = int(existing[-1].removeprefix("step"))
-        tag = store.newest(folder, ranks, before=oldest + 1)
+        tag = finding.newest(folder, ranks, before=oldest + 1)
         logger.warning(
             "the last start found silent corruption, and no checkpoint is of step %d, the last verified one, or an "
             "earlier step: %s may contain it", verified, folder / (tag or existing[-1]),
@@ -113,7 +113,7 @@ def initial_replicas(out: Path, ranks: Ranks, sizes: ParallelDims) -> int:
     """
 
     def read() -> int:
-        starts = run_file.read(out / "run.json").get("starts") if store.list_tags(out / "checkpoints") else None
+        starts = run_file.read(out / "run.json").get("starts") if finding.list_tags(out / "checkpoints") else None
         now = sizes.data(ranks.world_size)
         return int(starts[0].get("replicas", starts[0].get("ranks", now))) if starts else now
 
@@ -123,7 +123,7 @@ def initial_replicas(out: Path, ranks: Ranks, sizes: ParallelDims) -> int:
 def saved_config(out: Path) -> dict[str, Any] | None:
     """Return the config of the run in `out`, or None if it has no checkpoint or no config.json."""
     path = out / "config.json"
-    return read_saved(path) if store.list_tags(out / "checkpoints") and path.is_file() else None
+    return read_saved(path) if finding.list_tags(out / "checkpoints") and path.is_file() else None
 
 
 def validate_same_model(out: Path, experiment: Experiment) -> None:
@@ -184,15 +184,15 @@ def find_loadable(source: Path, ranks: Ranks, deepspeed: dict[str, Any], compact
     The universal copy is created if it is needed and missing, outdated or damaged. `compact` says whether layers store
     their active weights alone here.
     """
-    layout = store.layout(ranks.world_size, stage_of(deepspeed), sizes_of(deepspeed))
-    if ranks.on_first(lambda: bool((store.head(source) or {}).get("universal"))):
+    layout = manifests.layout(ranks.world_size, stage_of(deepspeed), sizes_of(deepspeed))
+    if ranks.on_first(lambda: bool((manifests.head(source) or {}).get("universal"))):
         return source, True
-    mismatch = ranks.on_first(lambda: store.find_mismatch(source, layout) or _other_storage(source, compact))
+    mismatch = ranks.on_first(lambda: manifests.find_mismatch(source, layout) or _other_storage(source, compact))
     if mismatch is None:
         return source, False
     copy = source / UNIVERSAL
     if ranks.on_first(lambda: has_copy(source)):
-        faults = ranks.agree(lambda: store.damage(copy, ranks))
+        faults = ranks.agree(lambda: manifests.damage(copy, ranks))
         if not ranks.any(bool(faults)):
             return copy, True
         logger.error("%s is damaged: %s", copy, faults[0] if faults else "in a file that another rank has checked")
@@ -233,7 +233,7 @@ def with_batch_of(experiment: Experiment, source: Path, replicas: int) -> Experi
     A `train_batch_size` that the config sets is kept, even if it differs from the checkpoint's. If the config does not
     set the micro-batch, it is at most the checkpoint's, which is known to fit in memory.
     """
-    manifest = store.head(source) or {}
+    manifest = manifests.head(source) or {}
     before: int | None = manifest.get("batch")
     replicas_before: int = manifest.get("replicas", manifest.get("ranks", replicas))
     deepspeed = {key: value for key, value in experiment.deepspeed.items() if value != "auto" or key not in BATCH_KEYS}

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from mst_scale import comm, zero_shards
-from mst_scale.checkpoints import memory_copies, store
+from mst_scale.checkpoints import finding, memory_copies, store
 from mst_scale.checkpoints.background import WITHOUT_COPY, BackgroundSaves, KeptCopies
 from mst_scale.checkpoints.neighbors import Ring
 from mst_scale.checkpoints.reshape import make_dense
@@ -78,7 +78,7 @@ class Saves:
             try:
                 self._seconds = self._background.start(
                     lambda snapshot, draft: store.copy(self.engine, snapshot, draft, {**state, "step": step}),
-                    self.folder / store.tag_of(step),
+                    self.folder / finding.tag_of(step),
                     step=step, about=store.describe(self.engine, self.ranks, **about), dense=dense, keep=keep,
                 )  # fmt: skip
                 return

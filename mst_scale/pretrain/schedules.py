@@ -24,7 +24,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from mst_scale.checkpoints import store
+from mst_scale.checkpoints import finding, manifests
 from mst_scale.comm import Ranks, logger
 from mst_scale.config import Experiment, TrainingConfig, in_steps, load_of_run, resolve, to_dict
 from mst_scale.errors import UserError
@@ -188,7 +188,7 @@ def find_extension_start(
         ranks.fail(
             UserError(f"--resume {resume}: {shared.reason}: name a checkpoint of step {shared.until:,} or earlier")
         )
-    tag = store.newest(source.parent, ranks, before=shared.until + 1)
+    tag = finding.newest(source.parent, ranks, before=shared.until + 1)
     if tag is None:
         steps = experiment.training.steps
         ranks.fail(UserError(f"{out} cannot be extended to step {steps:,}: {shared.missing_checkpoint}"))
@@ -203,7 +203,7 @@ def describe_extension(out: Path, experiment: Experiment) -> str:
     steps = experiment.training.steps
     longer = dataclasses.replace(experiment, training=dataclasses.replace(experiment.training, steps=2 * steps))
     shared = _shared_steps(experiment, longer, out)
-    kept = [_step_of(out / "checkpoints" / tag) for tag in store.list_tags(out / "checkpoints")]
+    kept = [_step_of(out / "checkpoints" / tag) for tag in finding.list_tags(out / "checkpoints")]
     if (step := next((step for step in kept if step <= shared.until), None)) is None:
         return f"it cannot be extended: {shared.missing_checkpoint}"
     return f"a larger --steps continues it from step {step:,}{shared.reason and f', because {shared.reason}'}"
@@ -219,7 +219,7 @@ def _shorter_run(out: Path, experiment: Experiment) -> Experiment | None:
 
 
 def _step_of(checkpoint: Path) -> int:
-    return int((store.head(checkpoint) or {})["step"])
+    return int((manifests.head(checkpoint) or {})["step"])
 
 
 # --- a decay from another run's checkpoint ---
@@ -249,7 +249,7 @@ def plan_branch(experiment: Experiment, origin: str, out: Path) -> Experiment:
         before = resolve(own, str(out / "config.json")).training
         return _with_decay(experiment, before.warmup, before.decay)
     checkpoint = _find_branch_checkpoint(origin)
-    manifest = store.head(checkpoint)
+    manifest = manifests.head(checkpoint)
     if manifest is None:
         raise UserError(f"{BRANCH} {origin}: {checkpoint} has no manifest: it was not saved by mst_scale.pretrain")
     step, steps = int(manifest["step"]), experiment.training.steps
@@ -291,15 +291,15 @@ def find_branch_source(origin: str | None, experiment: Experiment, ranks: Ranks)
     checkpoint = ranks.on_first(lambda: _find_branch_checkpoint(origin, step))
 
     def check_plan() -> None:
-        if store.step_of(checkpoint) != step:
+        if finding.step_of(checkpoint) != step:
             raise UserError(
                 f"{BRANCH} {origin}: the trunk has saved a checkpoint while the ranks were starting, and they have "
                 "found different ones: start again, or name one as RUN:TAG"
             )
 
     ranks.agree(check_plan)
-    ranks.agree(lambda: store.check_undamaged(checkpoint, ranks))
-    batch, stated = (store.head(checkpoint) or {}).get("batch"), experiment.deepspeed.get("train_batch_size")
+    ranks.agree(lambda: manifests.check_undamaged(checkpoint, ranks))
+    batch, stated = (manifests.head(checkpoint) or {}).get("batch"), experiment.deepspeed.get("train_batch_size")
     if stated not in (None, "auto", batch):
         message = f"{BRANCH} {origin}: the trunk has train_batch_size = {batch}: set it to that, not to {stated}"
         ranks.fail(UserError(message))
@@ -312,13 +312,13 @@ def _find_branch_checkpoint(origin: str, step: int | None = None) -> Path:
     if not run or Path(origin).is_dir():
         run, tag = origin, ""
     folder = Path(run) / "checkpoints"
-    tags = store.list_tags(folder)
+    tags = finding.list_tags(folder)
     if not tags:
         raise UserError(f"{BRANCH} {origin}: there is no checkpoint in {folder}: give the folder of a run")
     if tag and tag not in tags:
         raise UserError(f"{BRANCH} {origin}: {run} has no checkpoint {tag}; it has {', '.join(tags)}")
     if step is not None:
-        tag = tag or store.tag_of(step)
+        tag = tag or finding.tag_of(step)
     return folder / (tag or tags[0])
 
 

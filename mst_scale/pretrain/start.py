@@ -20,7 +20,7 @@ import warnings
 from pathlib import Path
 
 from mst_scale import comm
-from mst_scale.checkpoints import store
+from mst_scale.checkpoints import finding
 from mst_scale.comm import Watch, logger
 from mst_scale.comm.parser import Parser, validate_folder
 from mst_scale.compiled import build_locks
@@ -157,7 +157,7 @@ def read_experiment(args: argparse.Namespace) -> Experiment:
     branches = args.branch_decay_from is not None
     if branches and experiment.training.init is not None:
         raise UserError("--branch-decay-from already determines the initial weights: leave out --init")
-    check_growth(experiment, branches or bool(store.list_tags(out / "checkpoints")))
+    check_growth(experiment, branches or bool(finding.list_tags(out / "checkpoints")))
     if experiment.training.init is not None:
         experiment = resume.with_shape_of_init(experiment, experiment.training.init, out)
     if args.steps is not None and experiment.mst.like is not None:

@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import Tensor
 
-from mst_scale.checkpoints import mask_files, store
+from mst_scale.checkpoints import manifests, mask_files
 from mst_scale.comm import Ranks
 from mst_scale.config import Experiment
 from mst_scale.config.compact import Stretch
@@ -63,7 +63,7 @@ def hand_over(engine: Any, folder: Path, ranks: Ranks, state: dict[str, Any], ab
     def begin() -> None:
         shutil.rmtree(draft, ignore_errors=True)
         draft.mkdir(parents=True)
-        write_atomically(draft / store.MANIFEST, store.sealed({**about, "files": {}}))
+        write_atomically(draft / manifests.MANIFEST, manifests.sealed({**about, "files": {}}))
 
     def active(name: str) -> Tensor | None:
         mask = masks.get(name)

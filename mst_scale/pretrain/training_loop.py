@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from mst_scale import comm, zero_shards
-from mst_scale.checkpoints import store
+from mst_scale.checkpoints import finding, store
 from mst_scale.comm import Verdict, logger
 from mst_scale.config.deepspeed import peak_learning_rate
 from mst_scale.dead_units import format_counts
@@ -303,7 +303,7 @@ class Run:
         self.votes.drain()  # the vote of a step that is undone, too
         self.saves.finish()
         self.saves.drop_copies()
-        tag = store.newest(self.saves.folder, self.ranks, before=bad)
+        tag = finding.newest(self.saves.folder, self.ranks, before=bad)
         if tag is not None and not self._stores_alike(self.saves.folder / tag):
             tag = None
         if tag is None:

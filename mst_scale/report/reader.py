@@ -336,7 +336,7 @@ class Reader:
             return
         try:
             if self._checkpoint is None or self._checkpoint[0] != saved:
-                from mst_scale.checkpoints.store import locate  # imports torch and DeepSpeed
+                from mst_scale.checkpoints.finding import locate  # imports torch and DeepSpeed
                 from mst_scale.run_logging.observer import snapshot_of_checkpoint
 
                 path = locate(self.folder)

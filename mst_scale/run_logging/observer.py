@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from mst_scale import zero_shards
-from mst_scale.checkpoints import mask_files, store
+from mst_scale.checkpoints import manifests, mask_files
 from mst_scale.checkpoints.multiplied import multiplied_weights_of
 from mst_scale.comm import Ranks, logger
 from mst_scale.comm.exchange import Exchanges, Stages
@@ -293,7 +293,7 @@ def snapshot_of_checkpoint(checkpoint: Path) -> Snapshot:
         if name in drawn:
             pictures[name] = cell_sums(values, shard, magnitude=True).numpy() / _cell_sizes(shape)
             shares[name] = cell_sums(flags, shard).numpy() / _cell_sizes(shape)
-    step = int((store.head(checkpoint) or {}).get("step") or head["step"])
+    step = int((manifests.head(checkpoint) or {}).get("step") or head["step"])
     parameters = sum(math.prod(shape) for shape in weights.shapes.values())
     sparsity = 1 - active / total if total else 0.0
     return Snapshot(step, head["phase"], sparsity, parameters, matrices, pictures, shares)

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from mst_scale import zero_shards
-from mst_scale.checkpoints import store
+from mst_scale.checkpoints import finding
 from mst_scale.comm import logger
 from mst_scale.config.blocks import BaselineConfig
 from mst_scale.dead_units import total
@@ -167,7 +167,7 @@ class Record:
             ("metrics", str(path)),
             ("report", f"mst report {self.out}"),
             ("tensorboard", f"tensorboard --logdir {self.out / 'tensorboard'}"),
-            ("checkpoint", str(self.out / "checkpoints" / store.tag_of(step))),
+            ("checkpoint", str(self.out / "checkpoints" / finding.tag_of(step))),
         ]
         return table(rows)
 

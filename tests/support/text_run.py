@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from mst_scale.checkpoints import store
+from mst_scale.checkpoints import manifests
 from mst_scale.files import file_digest
 from mst_scale.models import GPT
 from tests.support.saved_model import save
@@ -29,4 +29,4 @@ def seal(saved: Path) -> None:
     digests = {
         str(path.relative_to(saved)): {"bytes": path.stat().st_size, "sha256": file_digest(path)} for path in files
     }
-    (saved / store.MANIFEST).write_text(store.sealed({"tag": saved.name, "step": 1, "files": digests}))
+    (saved / manifests.MANIFEST).write_text(manifests.sealed({"tag": saved.name, "step": 1, "files": digests}))

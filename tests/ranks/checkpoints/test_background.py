@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from mst_scale import snapshot
-from mst_scale.checkpoints import memory_copies, store
+from mst_scale.checkpoints import finding, manifests, memory_copies
 from mst_scale.checkpoints.background import BackgroundSaves, KeptCopies
 from mst_scale.comm import Ranks, logger
 from tests.support import pool
@@ -31,8 +31,8 @@ def save(saves, folder, step, size=100_000):
     def take(taken, draft):
         taken.save({"w": torch.full((size,), float(step))}, draft / f"{rank}.pt")
 
-    about = {"tag": store.tag_of(step), "step": step, "ranks": world, "stage": 1}
-    return saves.start(take, Path(folder) / store.tag_of(step), step=step, about=about, keep=2)
+    about = {"tag": finding.tag_of(step), "step": step, "ranks": world, "stage": 1}
+    return saves.start(take, Path(folder) / finding.tag_of(step), step=step, about=about, keep=2)
 
 
 def run(rank, world, folder, plan):
@@ -69,7 +69,12 @@ def test_a_save_waits_for_the_one_before_and_older_ones_are_removed(tmp_path):
     assert sorted(p.name for p in tmp_path.iterdir()) == ["latest", "step00000002", "step00000003"]
     assert (tmp_path / "latest").read_text() == "step00000003"
     newest = tmp_path / "step00000003"
-    assert store.damage(newest) == [] and sorted(p.name for p in newest.iterdir()) == ["0.pt", "1.pt", "manifest.json"]
+    assert manifests.damage(newest) == []
+    assert sorted(p.name for p in newest.iterdir()) == [
+        "0.pt",
+        "1.pt",
+        "manifest.json",
+    ]
     assert torch.equal(torch.load(newest / "1.pt")["w"], torch.full((100_000,), 3.0))
 
 
@@ -80,7 +85,7 @@ def stopped(saves, folder):
     saves.finish()
     os.kill(saves.process.pid, signal.SIGSTOP)
     seconds = save(saves, folder, 2)
-    before = saves.finish(wait=False), store.list_tags(folder)
+    before = saves.finish(wait=False), finding.list_tags(folder)
     saves.ranks.any(False)  # nobody's writer continues before all ranks have looked
     os.kill(saves.process.pid, signal.SIGCONT)
     return seconds, before, saves.finish()
@@ -89,7 +94,7 @@ def stopped(saves, folder):
 def test_a_slow_writer_does_not_delay_training(tmp_path):
     for (seconds, before, after), _ in pool.run(run, 2, str(tmp_path), stopped):
         assert seconds < 1 and before == (None, ["step00000001"]) and after == (2, None)
-    assert store.list_tags(tmp_path) == ["step00000002", "step00000001"]
+    assert finding.list_tags(tmp_path) == ["step00000002", "step00000001"]
 
 
 def hung(saves, folder):
@@ -111,7 +116,7 @@ def test_a_disk_that_does_not_answer_costs_this_save_alone(tmp_path):
     for (found, after), _ in results:
         assert found.step == 2 and "not written within" in found.error and after == (3, None)
     assert sum(text.count("the checkpoint of step 2 is given up") for _, text in results) == 1
-    assert store.list_tags(tmp_path) == ["step00000003", "step00000001"]
+    assert finding.list_tags(tmp_path) == ["step00000003", "step00000001"]
 
 
 def killed(saves, folder):
@@ -124,7 +129,7 @@ def killed(saves, folder):
     if saves.ranks.rank == 1:
         saves.process.kill()
     found = saves.finish()
-    tags = store.list_tags(folder), sorted(p.name for p in folder.iterdir())
+    tags = finding.list_tags(folder), sorted(p.name for p in folder.iterdir())
     saves.ranks.any(False)
     save(saves, folder, 3)
     return found, tags, saves.finish()
@@ -137,7 +142,7 @@ def test_a_killed_writer_is_reported_and_the_next_save_works(tmp_path):
         assert tags == (["step00000001"], ["latest", "step00000001"])
         assert after == (3, None)
     assert [text.count("was ended by SIGKILL") for _, text in results] == [0, 1]
-    assert store.damage(tmp_path / "step00000003") == []
+    assert manifests.damage(tmp_path / "step00000003") == []
 
 
 def full(saves, folder):
@@ -163,7 +168,7 @@ def test_a_full_disk_costs_this_save_alone(tmp_path):
         assert found.step == 2 and found.error is not None
         assert left == ["latest", "step00000001"], "nothing half is left"
         assert after == (3, None)
-    assert store.list_tags(tmp_path) == ["step00000003", "step00000001"]
+    assert finding.list_tags(tmp_path) == ["step00000003", "step00000001"]
 
 
 def without_memory(saves, folder):
@@ -201,7 +206,7 @@ def test_a_copy_for_which_there_is_no_memory_fails_on_all_ranks_alike(tmp_path):
     results = [found for found, _ in pool.run(run, 2, str(tmp_path), without_memory)]
     assert [raised for raised, _, _ in results] == [["FailedElsewhere"] * 2, ["OSError"] * 2]
     assert all(pending == [False, False] and after == (4, None) for _, pending, after in results)
-    assert store.list_tags(tmp_path) == ["step00000004", "step00000002"]
+    assert finding.list_tags(tmp_path) == ["step00000004", "step00000002"]
 
 
 def without_process(saves, folder):
@@ -228,7 +233,7 @@ def without_process(saves, folder):
 def test_a_writer_that_cannot_be_started_costs_this_save_alone(tmp_path):
     for (found, after), _ in pool.run(run, 2, str(tmp_path), without_process):
         assert found.step == 1 and "cannot be started" in found.error and after == (2, None)
-    assert store.list_tags(tmp_path) == ["step00000002"]
+    assert finding.list_tags(tmp_path) == ["step00000002"]
 
 
 def test_the_bytes_are_those_of_torch_save(tmp_path):
@@ -281,7 +286,7 @@ def kept(saves, folder):
     found = []
 
     def keep(step):
-        rank, about = saves.ranks.rank, {"tag": store.tag_of(step), "step": step, "ranks": 2, "stage": 1}
+        rank, about = saves.ranks.rank, {"tag": finding.tag_of(step), "step": step, "ranks": 2, "stage": 1}
         saves.keep(lambda taken, draft: taken.put(draft / f"{rank}.pt", bytes(100_000)), step=step, about=about)
 
     def over(wait=True):
@@ -313,7 +318,7 @@ def kept(saves, folder):
 
 def test_copies_in_memory_that_are_slow_or_have_no_room(tmp_path):
     results = pool.run(run, 2, str(tmp_path), kept)
-    one, two, five = (store.tag_of(step) for step in (1, 2, 5))
+    one, two, five = (finding.tag_of(step) for step in (1, 2, 5))
     for rank, ((found, steps, same_process), text) in enumerate(results):
         assert found == [
             (None, False, one), (None, True, one), (None, False, two), (None, False, two), (None, False, two),

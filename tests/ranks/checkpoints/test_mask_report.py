@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import mst_scale
-from mst_scale.checkpoints import mask_files, store
+from mst_scale.checkpoints import manifests, mask_files
 from mst_scale.checkpoints.mask_report import inspect
 from mst_scale.files import draft_of
 from tests.ranks.checkpoints.test_mask_files import SHAPES, even, save, whole
@@ -25,7 +25,7 @@ def sealed(folder, flags=None, ranks=2, **changes):
         (draft / "mp_rank_00_model_states.pt").write_text("weights")
         if flags is not None:
             save(draft, flags, even(ranks), **changes)
-        store.seal_alone(draft, {"tag": folder.name, "step": changes.get("step", 40)})
+        manifests.seal_alone(draft, {"tag": folder.name, "step": changes.get("step", 40)})
     return folder
 
 

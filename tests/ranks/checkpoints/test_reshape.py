@@ -10,8 +10,8 @@ from torch import nn
 
 import mst_scale
 from mst_scale import zero_shards
+from mst_scale.checkpoints import manifests
 from mst_scale.checkpoints import reshape as reshaping
-from mst_scale.checkpoints import store
 from mst_scale.checkpoints.mask_report import inspect
 from mst_scale.checkpoints.reshape import reshape
 from mst_scale.config import load
@@ -183,7 +183,7 @@ def test_a_second_time_finds_it_there_and_a_damaged_copy_is_made_anew(saved):
     assert reshape(source).seconds == 0
     victim.write_bytes(data[:-1])
     assert reshape(source).seconds > 0
-    assert len(victim.read_bytes()) == len(data) and store.damage(source / "universal") == []
+    assert len(victim.read_bytes()) == len(data) and manifests.damage(source / "universal") == []
 
 
 # --- whole runs ---
@@ -293,7 +293,7 @@ def test_a_damaged_copy_is_named_and_made_anew(run, tmp_path):
     victim.write_bytes(victim.read_bytes()[:-1])
     ((code, text),) = pool.run(logged_attempt, 1, arguments(tmp_path, mst=MST))
     assert code == 0 and "zero/wte.weight/fp32.pt has" in text and "creating a copy" in text
-    assert store.damage(source / "universal") == []
+    assert manifests.damage(source / "universal") == []
     close(tiny_run.rows(tmp_path / "out"), tiny_run.rows(run / "whole"))
 
 

@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from mst_scale.checkpoints import store
+from mst_scale.checkpoints import finding, manifests, store
 from mst_scale.comm import Ranks
 from tests.support import pool
 
@@ -53,11 +53,11 @@ def steps_kept(rank, world, folder, plan):
 
 def test_the_newest_n_are_kept_and_latest_names_the_last(tmp_path):
     pool.run(steps, 1, str(tmp_path), (1, 2, 3, 4))
-    assert store.list_tags(tmp_path) == ["step00000004", "step00000003"]
+    assert finding.list_tags(tmp_path) == ["step00000004", "step00000003"]
     assert (tmp_path / "latest").read_text() == "step00000004"
     manifest = json.loads((tmp_path / "step00000004" / "manifest.json").read_text())
     assert manifest["files"]["b.pt"]["bytes"] == 1000 and manifest["step"] == 4
-    assert store.damage(tmp_path / "step00000004") == []
+    assert manifests.damage(tmp_path / "step00000004") == []
 
 
 def test_a_failed_save_leaves_the_older_ones_and_nothing_half(tmp_path):
@@ -89,7 +89,7 @@ def flip(folder, old, new):
 def test_damage_is_named(tmp_path, hurt, fault):
     pool.run(steps, 1, str(tmp_path), (1,))
     hurt(tmp_path / "step00000001")
-    (found,) = store.damage(tmp_path / "step00000001")
+    (found,) = manifests.damage(tmp_path / "step00000001")
     assert fault in found
 
 
@@ -98,17 +98,17 @@ def test_a_file_that_cannot_be_read_is_damage(tmp_path, monkeypatch):
         raise OSError(errno.EIO, "Input/output error", str(path))
 
     pool.run(steps, 1, str(tmp_path), (1,))
-    monkeypatch.setattr(store, "file_digest", broken)
-    assert "b.pt cannot be read (Input/output error)" in store.damage(tmp_path / "step00000001")
+    monkeypatch.setattr(manifests, "file_digest", broken)
+    assert "b.pt cannot be read (Input/output error)" in manifests.damage(tmp_path / "step00000001")
 
 
 def test_a_manifest_from_before_it_had_a_digest_is_read(tmp_path):
     pool.run(steps, 1, str(tmp_path), (1,))
     path = tmp_path / "step00000001" / "manifest.json"
     manifest = json.loads(path.read_text())
-    assert len(manifest.pop(store.OWN_DIGEST)) == 64
+    assert len(manifest.pop(manifests.OWN_DIGEST)) == 64
     path.write_text(json.dumps(manifest))
-    assert store.damage(path.parent) == [] and store.head(path.parent) == manifest
+    assert manifests.damage(path.parent) == [] and manifests.head(path.parent) == manifest
 
 
 def test_the_same_step_can_be_saved_again(tmp_path):
@@ -116,7 +116,7 @@ def test_the_same_step_can_be_saved_again(tmp_path):
     pool.run(steps, 1, str(tmp_path), (1, 2))
     (tmp_path / "step00000002" / "b.pt").write_text("damaged")
     pool.run(steps, 1, str(tmp_path), (2,))
-    assert store.damage(tmp_path / "step00000002") == []
+    assert manifests.damage(tmp_path / "step00000002") == []
 
 
 def test_what_was_just_verified_is_never_the_one_to_go(tmp_path):
@@ -124,27 +124,27 @@ def test_what_was_just_verified_is_never_the_one_to_go(tmp_path):
     pool.run(steps_kept, 1, str(tmp_path), ((1, 5), (), 2))
     (tmp_path / "step00000005" / "b.pt").write_text("damaged")
     pool.run(steps_kept, 1, str(tmp_path), ((3,), (), 1))
-    assert store.list_tags(tmp_path) == ["step00000005", "step00000003"]
-    assert store.damage(tmp_path / "step00000003") == []
+    assert finding.list_tags(tmp_path) == ["step00000005", "step00000003"]
+    assert manifests.damage(tmp_path / "step00000003") == []
 
 
 def test_a_run_that_is_set_back_does_not_return_to_its_old_course(tmp_path):
     pool.run(steps_kept, 1, str(tmp_path), ((1, 2, 3), (), 3))
     store.set_aside(tmp_path, 1)
-    assert store.list_tags(tmp_path) == ["step00000001"] and (tmp_path / "latest").read_text() == "step00000001"
+    assert finding.list_tags(tmp_path) == ["step00000001"] and (tmp_path / "latest").read_text() == "step00000001"
     aside = [tmp_path / "step00000002.aside", tmp_path / "step00000003.aside"]
-    assert all(store.damage(path) == [] for path in aside), "nothing is lost"
+    assert all(manifests.damage(path) == [] for path in aside), "nothing is lost"
     pool.run(steps_kept, 1, str(tmp_path), ((2,), (), 3))
     assert [path.exists() for path in aside] == [False, True], "the run has come by the first of them"
     store.set_aside(tmp_path, 2)
-    assert store.list_tags(tmp_path) == ["step00000002", "step00000001"]
+    assert finding.list_tags(tmp_path) == ["step00000002", "step00000001"]
 
 
 def test_leftovers_of_killed_saves_are_not_taken_for_checkpoints(tmp_path):
     pool.run(steps, 1, str(tmp_path), (1,))
     (tmp_path / "step00000009.partial").mkdir()
     (tmp_path / "someone_elses").mkdir()
-    assert store.list_tags(tmp_path) == ["step00000001"]
+    assert finding.list_tags(tmp_path) == ["step00000001"]
     store.sweep(tmp_path)
     assert not (tmp_path / "step00000009.partial").exists() and (tmp_path / "someone_elses").exists()
 

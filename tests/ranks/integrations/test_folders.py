@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import mst_scale
-from mst_scale.checkpoints import store
+from mst_scale.checkpoints import finding
 from mst_scale.checkpoints.mask_report import inspect
 from mst_scale.cli import main
 from mst_scale.data.tokenizer import write_tokenizer
@@ -95,7 +95,7 @@ def test_a_folder_is_exported_evaluated_inspected_and_reported(tmp_path, case):
     train, ranks, stage, kind, newest, step = CASES[case]
     wanted = pool.run(train, ranks, str(tmp_path), stage, kind)[0]
     out, exported = tmp_path / "out", tmp_path / "exported"
-    assert store.locate(out) == out / newest
+    assert finding.locate(out) == out / newest
 
     done = export(out, exported)
     assert done.step == step and done.checkpoint == out / newest and done.tokenizer is None
@@ -179,12 +179,12 @@ def test_a_checkpoint_that_was_not_finished_is_passed_over(tmp_path):
         folder.mkdir(parents=True)
         (folder / "mp_rank_00_model_states.pt").write_bytes(b"")
         (folder.parent / "latest").write_text(folder.name)
-    assert store.locate(tmp_path).name == "global_step80"
+    assert finding.locate(tmp_path).name == "global_step80"
     (tmp_path / "checkpoint-80" / "latest").unlink()
-    assert store.locate(tmp_path).name == "global_step8"
+    assert finding.locate(tmp_path).name == "global_step8"
     shutil.rmtree(tmp_path / "checkpoint-8")
     with pytest.raises(UserError, match="Trainer"):
-        store.locate(tmp_path)
+        finding.locate(tmp_path)
 
 
 def test_a_folder_without_a_configuration_asks_for_one(tmp_path):

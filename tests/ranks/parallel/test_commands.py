@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from mst_scale.checkpoints import store
+from mst_scale.checkpoints import finding
 from mst_scale.cli import main
 from mst_scale.config.parallel import KEYS
 from mst_scale.data.sampler import open_sampler
@@ -56,7 +56,7 @@ def answers(source: Path, folder: Path, capsys: pytest.CaptureFixture[str]) -> d
         "masks": said(capsys, "masks", where, str(masks)),
         "export": said(capsys, "export", where, str(exported), "--prune", "0.9"),
         "eval": said(capsys, "eval", where, *of_eval)["tasks"]["wikitext2"]["metrics"],
-        "report": dataclasses.asdict(snapshot_of_checkpoint(store.locate(source))),
+        "report": dataclasses.asdict(snapshot_of_checkpoint(finding.locate(source))),
     }
     for what in ("weights", "active"):
         found["report"][what] = {name: cells.tolist() for name, cells in found["report"][what].items()}

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from mst_scale import zero_shards
-from mst_scale.checkpoints import store
+from mst_scale.checkpoints import finding, manifests
 from mst_scale.config import load
 from mst_scale.pretrain.validation import TORCH_ADAM, choose_adam, leaves_adam_open
 from tests.support import pool, tiny_run
@@ -69,7 +69,7 @@ def test_other_settings_leave_the_choice_open(stated):
 def optimizers(out):
     """By tag, what each checkpoint of a run says of its optimizer."""
     folder = out / "checkpoints"
-    return {tag: store.head(folder / tag)["optimizer"] for tag in store.list_tags(folder)}
+    return {tag: manifests.head(folder / tag)["optimizer"] for tag in finding.list_tags(folder)}
 
 
 def back_to_step_8(out):

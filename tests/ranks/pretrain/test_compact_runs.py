@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from mst_scale.checkpoints import store
+from mst_scale.checkpoints import finding
 from mst_scale.checkpoints.mask_report import inspect
 from mst_scale.comm import Ranks
 from mst_scale.config import load
@@ -59,7 +59,7 @@ def test_a_run_is_that_of_dense_storage_and_resumes(stage, form, tmp_path):
         assert mine["loss"] == pytest.approx(theirs["loss"], rel=1e-6) and mine["sparsity"] == theirs["sparsity"]
         assert 0 < mine["state_bytes"] < 0.5 * theirs["state_bytes"]
         assert mine["comm_bytes"] > 0
-    last = store.tag_of(12)
+    last = finding.tag_of(12)
     assert compact_files.file_of(compact / "checkpoints" / last).is_file() == (form == "compact")
     mine, theirs = (inspect(out / "checkpoints" / last).layers for out in (compact, dense))
     assert mine == theirs and "wte.weight" in [layer.name for layer in mine]
@@ -69,7 +69,7 @@ def test_a_run_is_that_of_dense_storage_and_resumes(stage, form, tmp_path):
         torch.testing.assert_close(weights[0].read(name), weights[1].read(name), rtol=1e-5, atol=1e-6)
 
     shutil.copytree(compact, tmp_path / "again")
-    again = run(tmp_path, "again", "--resume", store.tag_of(8), *saved_as(form), stage=stage)
+    again = run(tmp_path, "again", "--resume", finding.tag_of(8), *saved_as(form), stage=stage)
     tiny_run.assert_continued(again, compact, 8)
     assert whole_runs.differing(compact, again) == []
 
@@ -91,7 +91,7 @@ def test_a_pruned_model_is_trained_further_and_resumes(form, stage, tmp_path):
         return tmp_path / out
 
     compact, dense = further("compact"), further("dense", kind="off")
-    last = store.tag_of(12)
+    last = finding.tag_of(12)
     mine, theirs = (inspect(out / "checkpoints" / last).layers for out in (compact, dense))
     assert mine == theirs and [layer.density for layer in mine] == [
         layer.density for layer in inspect(pruned / "checkpoints" / last).layers
@@ -100,7 +100,7 @@ def test_a_pruned_model_is_trained_further_and_resumes(form, stage, tmp_path):
         assert one["loss"] == pytest.approx(other["loss"], rel=1e-6)
         assert 0 < one["state_bytes"] < 0.5 * other["state_bytes"]
     shutil.copytree(compact, tmp_path / "again")
-    again = further("again", "--resume", store.tag_of(8))
+    again = further("again", "--resume", finding.tag_of(8))
     tiny_run.assert_continued(again, compact, 8)
     assert whole_runs.differing(compact, again) == []
     assert tiny_run.rows(again)[-1]["state_bytes"] == tiny_run.rows(compact)[-1]["state_bytes"], "compact as before"
@@ -114,9 +114,9 @@ def test_a_pruned_model_is_trained_further_and_resumes(form, stage, tmp_path):
 def test_a_run_continues_on_other_ranks_at_another_stage_and_with_dense_storage(form, stage, kind, tmp_path):
     first = run(tmp_path, "first", *saved_as(form), stage=2)
     shutil.copytree(first, tmp_path / "other")
-    other = run(tmp_path, "other", "--resume", store.tag_of(8), stage=stage, world=1, compact=kind)
+    other = run(tmp_path, "other", "--resume", finding.tag_of(8), stage=stage, world=1, compact=kind)
     tiny_run.assert_continued(other, first, 8)
-    last = store.tag_of(12)
+    last = finding.tag_of(12)
     one, two = (inspect(out / "checkpoints" / last).layers for out in (first, other))
     assert [layer.density for layer in one] == [layer.density for layer in two]
     for mine, theirs in zip(tiny_run.rows(first), tiny_run.rows(other), strict=True):
@@ -158,6 +158,6 @@ def test_a_compact_checkpoint_takes_a_fraction_of_the_bytes(tmp_path):
             "model.n_embd=128",
             compact=kind,
         )
-        files = (out / "checkpoints" / store.tag_of(12)).rglob("*.pt")
+        files = (out / "checkpoints" / finding.tag_of(12)).rglob("*.pt")
         sizes[kind] = sum(path.stat().st_size for path in files)
     assert sizes["auto"] < 0.2 * sizes["off"]

@@ -19,7 +19,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from mst_scale import cli, comm
-from mst_scale.checkpoints import store
+from mst_scale.checkpoints import manifests
 from mst_scale.config import load
 from mst_scale.data.prepare import prepare
 from mst_scale.data.recipe import Recipe
@@ -312,7 +312,7 @@ def test_files(run, tmp_path, monkeypatch, cases, sealed):
     """Without a manifest no digest covers a file, as in a checkpoint of another loop: still no traceback."""
     work = tmp_path / "work"
     shutil.copytree(run, work)
-    manifest = work / TAG / store.MANIFEST
+    manifest = work / TAG / manifests.MANIFEST
     if not sealed:
         manifest.unlink()
     monkeypatch.chdir(work)

@@ -11,7 +11,7 @@ import torch
 
 import mst_scale
 from mst_scale import cli
-from mst_scale.checkpoints import store
+from mst_scale.checkpoints import finding
 from mst_scale.config import load
 from mst_scale.config.check import smaller_model
 from mst_scale.data.corpus import open_tokens
@@ -54,7 +54,7 @@ def larger(folder: Path, small: Path, out: str, *more: str, **blocks) -> list[st
 def by_definition(small: Path, config: Path) -> dict[str, torch.Tensor]:
     """What the method makes of the smaller run's weights, in this process."""
     experiment, model = load(config), smaller_model(str(small))
-    checkpoint = weights_of(store.locate(small))
+    checkpoint = weights_of(finding.locate(small))
     weights = {name: checkpoint.read(name).detach() for name in checkpoint.shapes}
     corpus = Sampler(open_tokens(small.parent / "corpus", "train"), model.seq_length, experiment.training.seed)
     return experiment.mst.growth.grow(
@@ -84,7 +84,8 @@ def test_the_first_weights_are_the_same_on_any_ranks_and_stage(tmp_path, small, 
         blocks = {"zero_optimization": {"stage": stage}, "optimizer": STANDING, "training": FIRST}
         argv = larger(tmp_path, small, out, model=model, mst=mst, **blocks)
         assert pool.run(attempt, world, argv) == [(0, "")] * world
-        found, expected = weights_of(store.locate(tmp_path / out)), by_definition(small, tmp_path / out / "config.json")
+        found = weights_of(finding.locate(tmp_path / out))
+        expected = by_definition(small, tmp_path / out / "config.json")
         assert found.shapes.keys() == expected.keys()
         for name, weight in expected.items():
             torch.testing.assert_close(found.read(name), weight, rtol=0, atol=1e-9, msg=f"{out} {name}")

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from mst_scale.checkpoints import store
+from mst_scale.checkpoints import manifests
 from mst_scale.checkpoints.reshape import reshape
 from mst_scale.evaluation.models import open_model
 from mst_scale.files import file_digest
@@ -55,7 +55,7 @@ def poison(folder: Path, pattern: str, target: Path) -> None:
     for name in manifest["files"]:
         path = folder / name
         manifest["files"][name] = {"bytes": path.stat().st_size, "sha256": file_digest(path)}
-    (folder / "manifest.json").write_text(store.sealed(manifest))
+    (folder / "manifest.json").write_text(manifests.sealed(manifest))
 
 
 @pytest.mark.full

@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from mst_scale.checkpoints import store
+from mst_scale.checkpoints import manifests
 from mst_scale.checkpoints.mask_files import read_all
 from mst_scale.checkpoints.reshape import reshape
 from mst_scale.config import ModelConfig, load
@@ -360,7 +360,7 @@ def test_other_folders_are_rejected_and_no_files_are_left(tmp_path_factory, tmp_
     victim.write_bytes(victim.read_bytes()[:-5])
     with pytest.raises(Damaged, match=SAVED):
         export(alone, tmp_path / "out", config=run / "config.json")
-    (alone / store.MANIFEST).unlink()
+    (alone / manifests.MANIFEST).unlink()
     with pytest.raises(Damaged, match="optim_states"):
         export(alone, tmp_path / "out", config=run / "config.json")
     with pytest.raises(UserError, match=r"--prune .* 1\.0"):

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from mst_scale.checkpoints import store
+from mst_scale.checkpoints import finding, manifests
 from tests.support import forked, pool, tiny_run, whole_runs
 from tests.support.whole_runs import COMPACT, MST, assert_same_run, attempt, logged_attempt, without_times
 
@@ -29,7 +29,7 @@ arguments = functools.partial(whole_runs.arguments, training={"async_save": True
 
 
 def digests(out: Path, tag: str) -> dict[str, str]:
-    files = json.loads((out / "checkpoints" / tag / store.MANIFEST).read_text())["files"]
+    files = json.loads((out / "checkpoints" / tag / manifests.MANIFEST).read_text())["files"]
     return {name: entry["sha256"] for name, entry in files.items()}
 
 
@@ -43,7 +43,7 @@ def test_the_files_are_those_of_a_save_that_blocks(tmp_path, case):
         assert forked.end(processes, 100) == [0, 0]
     ours, theirs = tmp_path / "async", tmp_path / "blocking"
     assert digests(ours, "step00000008") == digests(theirs, "step00000008")
-    heads = [store.head(out / "checkpoints" / "step00000008") for out in (ours, theirs)]
+    heads = [manifests.head(out / "checkpoints" / "step00000008") for out in (ours, theirs)]
     assert {**heads[0], "files": None} == {**heads[1], "files": None}
     assert sorted(p.name for p in (ours / "checkpoints").iterdir()) == sorted(
         p.name for p in (theirs / "checkpoints").iterdir()
@@ -83,7 +83,7 @@ def test_a_run_killed_while_a_checkpoint_is_written_continues_from_the_one_befor
         process.kill()
     forked.end(processes, 60)
     tiny_run.wait_for(lambda: not is_running(writer))
-    assert store.list_tags(folder) == ["step00000004"] and store.damage(folder / "step00000004") == []
+    assert finding.list_tags(folder) == ["step00000004"] and manifests.damage(folder / "step00000004") == []
     assert list(folder.glob("step00000008.*.partial")), "the half of the checkpoint that rank 0 has written"
     results = pool.run(logged_attempt, 2, argv)
     assert [code for code, _ in results] == [0, 0] and "from step 4" in results[0][1]
@@ -104,11 +104,11 @@ def test_a_run_that_is_asked_to_stop_waits_for_the_writer(tmp_path, undisturbed,
     os.kill(writer, signum)  # as Slurm, which signals all processes of a step
     held.unlink()
     time.sleep(1)
-    assert all(process.is_alive() for process in processes) and store.list_tags(folder) == []
+    assert all(process.is_alive() for process in processes) and finding.list_tags(folder) == []
     os.kill(writer, signal.SIGCONT)
     assert forked.end(processes, 60) == [0, 0]
-    tags = store.list_tags(folder)
-    assert len(tags) == 2 and tags[1] == "step00000004" and all(store.damage(folder / tag) == [] for tag in tags)
+    tags = finding.list_tags(folder)
+    assert len(tags) == 2 and tags[1] == "step00000004" and all(manifests.damage(folder / tag) == [] for tag in tags)
     assert pool.run(attempt, 2, argv) == [(0, "")] * 2
     assert_same_run(out, undisturbed)
 
@@ -140,7 +140,7 @@ def test_a_killed_writer_costs_one_checkpoint_and_not_the_run(tmp_path, undistur
     results = pool.run(kill_writers, 2, arguments(tmp_path, mst=MST), (4,))
     assert [code for code, _ in results] == [0, 0], results
     assert "step 4 was not saved" in results[0][1] and "ended by SIGKILL" in results[1][1]
-    assert store.list_tags(tmp_path / "out" / "checkpoints") == ["step00000012", "step00000008"]
+    assert finding.list_tags(tmp_path / "out" / "checkpoints") == ["step00000012", "step00000008"]
     events = json.loads((tmp_path / "out" / "run.json").read_text())["events"]
     assert [event["step"] for event in events if event["what"] == "failed save"] == [4]
     assert_same_run(tmp_path / "out", undisturbed)
@@ -151,7 +151,7 @@ def test_saves_that_keep_failing_do_not_end_the_run(tmp_path):
     results = pool.run(kill_writers, 2, argv, (8, 12, 16, 20))
     assert [code for code, _ in results] == [0, 0], results
     assert "step 20 was not saved (failed saves in a row: 4)" in results[0][1]
-    assert store.list_tags(tmp_path / "out" / "checkpoints") == ["step00000028", "step00000024"]
+    assert finding.list_tags(tmp_path / "out" / "checkpoints") == ["step00000028", "step00000024"]
     assert tiny_run.rows(tmp_path / "out")[-1]["step"] == 28
 
 

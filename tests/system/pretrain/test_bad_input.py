@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from mst_scale.checkpoints import store
+from mst_scale.checkpoints import manifests
 from mst_scale.files import draft_of
 from tests.support import pool, tiny_run, whole_runs
 from tests.support.whole_runs import attempt
@@ -152,7 +152,7 @@ def cut_short(option, *words, **blocks):
     def make(folder):
         argv = arguments(folder, option, str(folder / "small"), *words, **blocks)
         with draft_of(folder / "small" / "checkpoints" / "step00000002") as draft:
-            store.seal_alone(draft, {"step": 2})
+            manifests.seal_alone(draft, {"step": 2})
         (folder / "small" / "config.json").write_text('{"model": {"n_la')
         return argv
 

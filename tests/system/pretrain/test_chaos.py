@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from mst_scale.benchmarks.goodput_parts import disk
 
-from mst_scale.checkpoints import store
+from mst_scale.checkpoints import finding, manifests
 from tests.support import chaos, forked, tiny_run
 from tests.support.chaos import Case, case_of
 
@@ -76,9 +76,9 @@ def test_a_save_is_killed_once_at_every_boundary_of_a_file(tmp_path, peace, rank
         processes = forked.start(2, argv, folder / "logs", functools.partial(of_one_writer, rank), **more)
         codes = forked.end(processes, 120)
         assert codes[rank] == -signal.SIGKILL and codes[1 - rank] == 1, chaos.said(folder)
-        tags = store.list_tags(out / "checkpoints")
-        assert all(store.damage(out / "checkpoints" / tag) == [] for tag in tags)
-        if list((out / "checkpoints").glob(f"{store.tag_of(before + 2 * chaos.SAVE_EVERY)}.*")):
+        tags = finding.list_tags(out / "checkpoints")
+        assert all(manifests.damage(out / "checkpoints" / tag) == [] for tag in tags)
+        if list((out / "checkpoints").glob(f"{finding.tag_of(before + 2 * chaos.SAVE_EVERY)}.*")):
             break  # it was the first boundary of the second save of this start
         killed += 1
     # rank 0: model, optimizer, masks, report, manifest, and renames to them; rank 1: optimizer, masks, report
@@ -88,7 +88,7 @@ def test_a_save_is_killed_once_at_every_boundary_of_a_file(tmp_path, peace, rank
 
 
 def newest_step(out: Path) -> int:
-    tags = store.list_tags(out / "checkpoints") if (out / "checkpoints").exists() else []
+    tags = finding.list_tags(out / "checkpoints") if (out / "checkpoints").exists() else []
     return int(tags[0].removeprefix("step")) if tags else 0
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from mst_scale.checkpoints import memory_copies, store
+from mst_scale.checkpoints import finding, memory_copies
 from mst_scale.run_logging.run_file import DIVERGED
 from tests.support import forked, pool, tiny_run
 from tests.support.whole_runs import COMPACT, MST, arguments, assert_same_run, attempt, logged_attempt
@@ -101,7 +101,7 @@ def steps_of(folder: Path, start: int) -> set[int]:
 def test_a_run_continues_from_memory_after_all_ranks_are_killed(tmp_path, folder, undisturbed, case):
     argv, out = arguments(tmp_path, training=COPIES, **CASES[case]), tmp_path / "out"
     killed(tmp_path, argv, 6, lambda: parts(folder, 6) == [0, 1])
-    assert store.list_tags(out / "checkpoints") == []
+    assert finding.list_tags(out / "checkpoints") == []
     results = pool.run(logged_attempt, 2, argv)
     assert [code for code, _ in results] == [0, 0], results
     assert "the run continues from memory, at step 6" in results[0][1]
@@ -115,7 +115,7 @@ def test_a_run_continues_from_memory_after_all_ranks_are_killed(tmp_path, folder
 def test_after_the_loss_of_one_rank_another_number_of_ranks_continues(tmp_path, folder):
     argv, out = arguments(tmp_path, training=COPIES, **CASES["stage 1"]), tmp_path / "out"
     killed(tmp_path, argv, 10, lambda: parts(folder, 9) == [0, 1], victims=(1,))
-    assert store.list_tags(out / "checkpoints") == ["step00000008"], "older than the copy"
+    assert finding.list_tags(out / "checkpoints") == ["step00000008"], "older than the copy"
     ((code, text),) = pool.run(logged_attempt, 1, argv)
     assert code == 0 and "continues from memory, at step 9" in text
     assert "creating a copy that can be loaded" in text and "global batch stays 8" in text
@@ -144,7 +144,7 @@ def test_a_run_killed_at_any_moment_of_a_copy_continues_from_one_that_is_complet
 
 def damage(folder: Path, step: int, rank: int) -> None:
     """Flip a bit in the largest file of a part."""
-    part = memory_copies.part_folder(folder, store.tag_of(step), rank)
+    part = memory_copies.part_folder(folder, finding.tag_of(step), rank)
     file = max(part.rglob("*.pt"), key=lambda path: path.stat().st_size)
     content = bytearray(file.read_bytes())
     content[len(content) // 2] ^= 4

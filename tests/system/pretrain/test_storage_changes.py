@@ -10,7 +10,7 @@ import subprocess
 
 import pytest
 
-from mst_scale.checkpoints import store
+from mst_scale.checkpoints import finding
 from mst_scale.zero_shards import compact_files
 from tests.support import pool, tiny_run
 from tests.support.whole_runs import arguments, differing, logged_attempt, without_times
@@ -89,7 +89,7 @@ def assert_same(one, other):
     for here, there in zip(*(without_times(tiny_run.rows(out)) for out in (one, other)), strict=True):
         assert here.pop("grad_norm") == pytest.approx(there.pop("grad_norm"), rel=1e-6)  # sums of float64 and float32
         assert here == there
-    assert differing(one, other, store.tag_of(STEPS)) == []
+    assert differing(one, other, finding.tag_of(STEPS)) == []
 
 
 @pytest.mark.parametrize(("launcher", "stage"), [
@@ -106,7 +106,7 @@ def test_a_run_ends_bit_for_bit_as_with_dense_storage(tmp_path, dense, launcher,
     assert [start["how"] for start in starts] == ["continued with another storage"] * 2 + ["finished"]
     assert said.count("another engine continues\n") == 2 and "was not freed" not in said
     checkpoints = tmp_path / "compact" / "checkpoints"
-    assert (checkpoints / store.tag_of(10) / "zero").is_dir(), "the first checkpoint after the change"
+    assert (checkpoints / finding.tag_of(10) / "zero").is_dir(), "the first checkpoint after the change"
     assert "from step 10, from memory" in said and not list(checkpoints.glob("*.partial"))
     assert not list(checkpoints.glob("*/mst/compact.safetensors")), "the form is dense by default"
 
@@ -137,7 +137,7 @@ def test_a_run_with_compiled_blocks_changes_its_storage_and_resumes(tmp_path):
     losses = [[row["loss"] for row in rows] for rows in (compiled, eager)]
     assert losses[0] == pytest.approx(losses[1], abs=2e-3)  # rounding, after 120 steps in which masks move
     assert compiled[-1]["loss"] == stopped[-1]["loss"]
-    assert differing(tmp_path / "whole", tmp_path / "stopped", store.tag_of(STEPS)) == []
+    assert differing(tmp_path / "whole", tmp_path / "stopped", finding.tag_of(STEPS)) == []
 
 
 PIPELINE = ("model.n_layer=2", "mst.targets.lm_head=true", "pipeline.stages=2")
@@ -155,7 +155,7 @@ def test_a_pipeline_ends_bit_for_bit_as_with_dense_storage(tmp_path, stage, form
     rows = tiny_run.rows(tmp_path / "compact"), tiny_run.rows(tmp_path / "dense")
     small = [mine["state_bytes"] < 0.8 * theirs["state_bytes"] for mine, theirs in zip(*rows, strict=True)]
     assert any(small) and not all(small), "some steps were compact"
-    half = store.tag_of(50)
+    half = finding.tag_of(50)
     assert compact_files.file_of(tmp_path / "compact" / "checkpoints" / half).is_file() == (form == "compact")
     for out in ("again", "alone"):
         shutil.copytree(tmp_path / "compact", tmp_path / out)
@@ -170,22 +170,22 @@ def test_a_pipeline_ends_bit_for_bit_as_with_dense_storage(tmp_path, stage, form
 
 def test_killed_in_its_compact_steps_it_continues_compact(tmp_path, dense):
     process = begin(tmp_path, "killed", "torchrun", "auto", 2, "--set", "training.checkpoint_form=compact")
-    tiny_run.wait_for((tmp_path / "killed" / "checkpoints" / store.tag_of(50)).is_dir, [process])
+    tiny_run.wait_for((tmp_path / "killed" / "checkpoints" / finding.tag_of(50)).is_dir, [process])
     os.killpg(process.pid, signal.SIGKILL)
     process.wait()
-    assert compact_files.file_of(tmp_path / "killed" / "checkpoints" / store.tag_of(50)).is_file()
+    assert compact_files.file_of(tmp_path / "killed" / "checkpoints" / finding.tag_of(50)).is_file()
     run_here(2, tmp_path, "killed", "auto", 2, "--set", "training.checkpoint_form=compact")
-    assert differing(tmp_path / "killed", dense(2, 2), store.tag_of(STEPS)) == []
+    assert differing(tmp_path / "killed", dense(2, 2), finding.tag_of(STEPS)) == []
 
 
 def test_a_checkpoint_of_dense_storage_continues_compact_and_the_reverse(tmp_path, dense):
     shutil.copytree(dense(1, 1), tmp_path / "compact")
     folder = dense(1, 1).parent  # of the same corpus
-    said = run_here(1, folder, tmp_path / "compact", "auto", 1, "--resume", store.tag_of(50))
+    said = run_here(1, folder, tmp_path / "compact", "auto", 1, "--resume", finding.tag_of(50))
     assert "stores whole matrices" in said and ": creating a copy" in said
     assert_same(tmp_path / "compact", dense(1, 1))
     shutil.copytree(tmp_path / "compact", tmp_path / "again")
-    run_here(1, folder, tmp_path / "again", "off", 1, "--resume", store.tag_of(75))
+    run_here(1, folder, tmp_path / "again", "off", 1, "--resume", finding.tag_of(75))
     tiny_run.assert_continued(tmp_path / "again", tmp_path / "compact", 75)
     assert_same(tmp_path / "again", dense(1, 1))
 
@@ -193,7 +193,7 @@ def test_a_checkpoint_of_dense_storage_continues_compact_and_the_reverse(tmp_pat
 def test_a_run_that_is_asked_to_stop_at_a_border_continues_there(tmp_path, dense):
     """The signal may also come while a process is replaced; then the launcher ends the run, and it continues too."""
     process = begin(tmp_path, "out", "python", "auto")
-    tiny_run.wait_for((tmp_path / "out" / "checkpoints" / store.tag_of(10)).is_dir, [process])
+    tiny_run.wait_for((tmp_path / "out" / "checkpoints" / finding.tag_of(10)).is_dir, [process])
     process.send_signal(signal.SIGTERM)
     process.communicate(timeout=120)
     run(tmp_path, "out", "python", "auto")

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 
 from mst_scale import comm
-from mst_scale.checkpoints import store
+from mst_scale.checkpoints import finding, manifests, store
 from mst_scale.compiled import build_locks
 from mst_scale.errors import UserError
 from mst_scale.run_logging import out_lock, run_file
@@ -141,7 +141,7 @@ def test_a_checkpoint_folder_that_vanishes_is_made_again(tmp_path):
     results = pool.run(troubled, 2, arguments(tmp_path, mst=MST), gone, (2,))
     assert [code for code, _ in results] == [0, 0], results
     assert tags(tmp_path / "out") == ["step00000008", "step00000012"]
-    assert store.damage(tmp_path / "out" / "checkpoints" / "step00000008") == []
+    assert manifests.damage(tmp_path / "out" / "checkpoints" / "step00000008") == []
 
 
 def test_saves_that_keep_failing_do_not_end_the_run(tmp_path):
@@ -156,7 +156,7 @@ def test_a_run_whose_last_step_cannot_be_saved_ends_with_the_good_checkpoint_who
     results = pool.run(troubled, 2, arguments(tmp_path, "out", "--steps", "6"), full_disk, (2,))
     assert [code for code, _ in results] == [1, 1]
     assert tags(tmp_path / "out") == ["step00000004"]
-    assert store.damage(tmp_path / "out" / "checkpoints" / "step00000004") == []
+    assert manifests.damage(tmp_path / "out" / "checkpoints" / "step00000004") == []
 
 
 def test_the_time_of_a_save_is_logged(tmp_path):
@@ -180,7 +180,7 @@ def bad_disk(rank, world, folder):
     try:
         store.save(Engine(), folder, ranks, step=3, batch=8, micro=2, keep=1, state={})
     except OSError as error:
-        return str(error), store.newest(folder, ranks)
+        return str(error), finding.newest(folder, ranks)
     finally:
         store.seal_files = seal
 
@@ -188,7 +188,7 @@ def bad_disk(rank, world, folder):
 def test_an_old_checkpoint_is_deleted_only_after_the_newer_one_was_verified(tmp_path):
     ((error, newest),) = pool.run(bad_disk, 1, str(tmp_path))
     assert "step00000003 is damaged: b.pt does not match its digest" in error
-    assert newest == "step00000002" and sorted(store.list_tags(tmp_path)) == ["step00000002", "step00000003"]
+    assert newest == "step00000002" and sorted(finding.list_tags(tmp_path)) == ["step00000002", "step00000003"]
 
 
 # --- a build that was killed ---

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from mst_scale.checkpoints import memory_copies, neighbors, store
+from mst_scale.checkpoints import finding, manifests, memory_copies, neighbors
 from mst_scale.checkpoints.memory_copies import Copy, MemoryJob
 from mst_scale.checkpoints.neighbors import Link, Listen, Neighbor, neighbor_of
 from mst_scale.checkpoints.writer import MemoryWriter
@@ -26,7 +26,7 @@ def host(tmp_path, monkeypatch) -> Path:
 
 
 def head_of(step: int, rank: int = 0, ranks: int = 2, name: str = "a") -> dict:
-    about = {"tag": store.tag_of(step), "step": step, "ranks": ranks, "stage": 1}
+    about = {"tag": finding.tag_of(step), "step": step, "ranks": ranks, "stage": 1}
     return memory_copies.describe_part(about, Copy(step, 0, "T", name, ranks), rank, False)
 
 
@@ -69,10 +69,10 @@ def test_what_is_not_complete_is_not_a_part(host):
     part = keep(host, 2)
     shutil.copytree(part, part.with_name("step00000002.partial"))
     assert memory_copies.list_parts(host) == [(Copy(2, 0, "T", "a", 2), 0)]
-    text = (part / store.MANIFEST).read_text()
-    (part / store.MANIFEST).write_text(text.replace('"rank": 0', '"rank": 1'))
+    text = (part / manifests.MANIFEST).read_text()
+    (part / manifests.MANIFEST).write_text(text.replace('"rank": 0', '"rank": 1'))
     assert memory_copies.list_parts(host) == []
-    (part / store.MANIFEST).write_text(text)
+    (part / manifests.MANIFEST).write_text(text)
     content = bytearray((part / "w.pt").read_bytes())
     content[len(content) // 2] ^= 1
     (part / "w.pt").write_bytes(content)
@@ -84,13 +84,13 @@ def test_parts_that_go_while_they_are_listed_are_not_returned(host, monkeypatch)
     """The writers of other ranks of the host remove theirs at any time."""
     keep(host, 2, rank=0)
     keep(host, 2, rank=1)
-    inner = store.head
+    inner = manifests.head
 
     def head(part: Path):
         shutil.rmtree(host / "rank00001", ignore_errors=True)
         return inner(part)
 
-    monkeypatch.setattr(store, "head", head)
+    monkeypatch.setattr(manifests, "head", head)
     assert [rank for _, rank in memory_copies.list_parts(host)] == [0]
     shutil.rmtree(host)
     assert memory_copies.list_parts(host) == []
@@ -122,7 +122,7 @@ def test_a_full_memory_is_one_error_and_leaves_nothing(host, monkeypatch, caplog
 
     writer = None
     with monkeypatch.context() as patched:
-        patched.setattr(store, "digests_of", full)
+        patched.setattr(manifests, "digests_of", full)
         for step in (2, 4):
             job, memory = job_of(host, step)
             writer = writer or MemoryWriter(memory)
@@ -170,8 +170,9 @@ def test_a_neighbor_keeps_parts_like_its_own(host, there, monkeypatch, caplog):
     assert MemoryWriter(memory).keep(job) is None and caplog.text == ""
     assert sorted(memory_copies.list_parts(folder)) == sorted(memory_copies.list_parts(host))
     ours, theirs = (memory_copies.part_folder(one, "step00000004", 1) for one in (host, folder))
-    names = store.files_in(ours)
-    assert names == store.files_in(theirs) and all((ours / n).read_bytes() == (theirs / n).read_bytes() for n in names)
+    names = manifests.files_in(ours)
+    assert names == manifests.files_in(theirs)
+    assert all((ours / name).read_bytes() == (theirs / name).read_bytes() for name in names)
 
 
 def test_a_neighbor_without_room_says_so_and_the_connection_goes_on(host, there, monkeypatch):

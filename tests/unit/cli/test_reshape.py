@@ -6,8 +6,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from mst_scale.checkpoints import finding
 from mst_scale.checkpoints import reshape as module
-from mst_scale.checkpoints import store
 from mst_scale.cli import main
 from tests.ranks.checkpoints.test_mask_files import whole
 from tests.ranks.checkpoints.test_mask_report import sealed
@@ -42,7 +42,7 @@ def test_a_checkpoint_of_another_loop_keeps_the_configuration_of_its_model(folde
     (tmp_path / "latest").write_text("pytorch_model")
     (other / "transformers_config.json").write_text("{}")
     assert main(["reshape", str(tmp_path), str(tmp_path / "out")]) == 0
-    assert store.locate(tmp_path / "out") == tmp_path / "out" / "checkpoints" / "pytorch_model"
+    assert finding.locate(tmp_path / "out") == tmp_path / "out" / "checkpoints" / "pytorch_model"
     assert (tmp_path / "out" / "checkpoints" / "pytorch_model" / "transformers_config.json").read_text() == "{}"
 
 
