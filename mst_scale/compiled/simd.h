@@ -79,7 +79,7 @@ template <class T> struct Exp2 {
         Vec<T> p = splat<T>(T(c[S::DEGREE]));
         for (int k = S::DEGREE - 1; k >= 0; k--) p = fused(p, r, splat<T>(T(c[k])));
         const auto scaled = (typename S::I)p + ((typename S::I)rounded << S::MANTISSA);
-        return tiny ? Vec<T>{} : (Vec<T>)scaled;
+        return tiny ? Vec<T>{} : x == x ? (Vec<T>)scaled : x;
     }
 };
 // Two vectors with their blocks of S lanes exchanged: `low` is a's even blocks with b's between them, `high` the odd ones.

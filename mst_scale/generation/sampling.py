@@ -36,7 +36,13 @@ class Sampling:
         return torch.Generator().manual_seed(self.seed)
 
     def choose(self, logits: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-        """Return the next token of each sequence, for logits (batch, vocabulary)."""
+        """Return the next token of each sequence, for logits (batch, vocabulary).
+
+        Raises:
+            UserError: if a logit is not a number.
+        """
+        if logits.isnan().any():
+            raise UserError("the model computes NaN instead of logits: it has diverged, so take an earlier checkpoint")
         if self.temperature == 0:
             return (logits == logits.amax(-1, keepdim=True)).int().argmax(-1)  # the first of several maxima
         # in float64 and from the largest logit down, so that a tiny temperature overflows nothing

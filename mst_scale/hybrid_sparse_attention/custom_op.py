@@ -11,7 +11,6 @@ rounding to float32 is an error of 0.004, and every p has the same relative erro
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import Any, NoReturn, Protocol
 
@@ -39,7 +38,7 @@ class SparseAttention(Protocol):
     """A registered operator: attention over the pairs of a pattern."""
 
     def __call__(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, pattern: Pattern, causal: bool
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, pattern: Pattern, causal: bool, scale: float
     ) -> torch.Tensor:
         """Return the output (batch, heads, length, head_dim)."""
 
@@ -61,7 +60,7 @@ def empty_row_numbers(q: torch.Tensor) -> torch.Tensor:
 
 
 def sparse_operator(name: str, forward: Forward, backward: Backward) -> SparseAttention:
-    """Register `mst_scale::{name}` and return it as a function of (q, k, v, pattern, causal)."""
+    """Register `mst_scale::{name}` and return it as a function of (q, k, v, pattern, causal, scale)."""
     options = "str kind, int stride, bool causal, float scale"
     saved = "Tensor q, Tensor k, Tensor v, Tensor out, Tensor top, Tensor total"
 
@@ -113,8 +112,10 @@ def sparse_operator(name: str, forward: Forward, backward: Backward) -> SparseAt
     forward_op.register_autograd(run_autograd, setup_context=setup_context)
     backward_op.register_autograd(run_second)
 
-    def apply(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, pattern: Pattern, causal: bool) -> torch.Tensor:
+    def apply(
+        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, pattern: Pattern, causal: bool, scale: float
+    ) -> torch.Tensor:
         check_not_transformed(f"sparse attention ({name})", TO_DEFINITION, q, k, v, vmap=True)
-        return forward_op(q, k, v, pattern.kind, pattern.stride, causal, 1.0 / math.sqrt(q.shape[-1]))[0]
+        return forward_op(q, k, v, pattern.kind, pattern.stride, causal, scale)[0]
 
     return apply

@@ -44,8 +44,9 @@ def attention(  # noqa: PLR0917  (the public signature)
     backend: str = "auto",
     *,
     dropout: float = 0.0,
+    scale: float | None = None,
 ) -> torch.Tensor:
-    """Return softmax(q·kᵀ / √head_dim) v over the pairs of `pattern`.
+    """Return softmax(scale · q·kᵀ) v over the pairs of `pattern`.
 
     Args:
         q: queries (batch, heads, length, head_dim).
@@ -55,6 +56,7 @@ def attention(  # noqa: PLR0917  (the public signature)
         causal: whether a query sees only itself and earlier keys.
         backend: one of `BACKENDS`.
         dropout: dropout of the probabilities, available only where attention is dense.
+        scale: a positive factor of the scores; by default 1 / √head_dim.
     """
     q, k, v = _alike_under_autocast(q, k, v)
     _check(q, k, v)
@@ -66,10 +68,10 @@ def attention(  # noqa: PLR0917  (the public signature)
     small = True if q.shape[0] * q.shape[1] * length * length <= SMALL else False  # noqa: SIM210
     backend = select(backend, q.device.type, q.dtype, int(q.shape[-1]), dense, small)
     if backend == "dense":
-        return _dense(q, k, v, causal, dropout)
-    if backend == "definition":
-        return definition(q, k, v, pattern=pattern, causal=causal, scale=1.0 / math.sqrt(q.shape[-1]))
-    return _operator(backend)(q, k, v, pattern=pattern, causal=causal)
+        return _dense(q, k, v, causal, dropout, scale)
+    scale = 1.0 / math.sqrt(q.shape[-1]) if scale is None else scale
+    compute = definition if backend == "definition" else _operator(backend)
+    return compute(q, k, v, pattern=pattern, causal=causal, scale=scale)
 
 
 def select(  # noqa: PLR0917
@@ -131,11 +133,13 @@ def _operator(backend: str) -> SparseAttention:
     return cpp.attention_cpp if backend == "cpp" else attention_blocked
 
 
-def _dense(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, dropout: float) -> torch.Tensor:
+def _dense(  # noqa: PLR0917
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, dropout: float, scale: float | None
+) -> torch.Tensor:
     group = q.shape[1] // k.shape[1]
     if group > 1:  # with enable_gqa torch would not use its flash kernel on CPU
         k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
-    return F.scaled_dot_product_attention(q, k, v, is_causal=causal, dropout_p=dropout)
+    return F.scaled_dot_product_attention(q, k, v, is_causal=causal, dropout_p=dropout, scale=scale)
 
 
 @functools.cache  # once per choice and process

@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import functools
 import logging
-import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -72,7 +71,7 @@ def _attach(model: Any, pattern: Pattern, backend: str) -> str | None:
     text = getattr(
         config, "get_text_config", lambda: config
     )()  # of a model that also reads images, for example, a part of its config
-    if reason := _unsupported_reason(config) or _unsupported_reason(text):
+    if reason := unsupported_reason(config) or unsupported_reason(text):
         return reason
     if config._attn_implementation != NAME and _split_by_deepspeed(config._attn_implementation):
         return (
@@ -105,7 +104,8 @@ def _split_by_deepspeed(name: str) -> bool:
     return getattr(ALL_ATTENTION_FUNCTIONS.get(name), "__module__", "").startswith("deepspeed.")
 
 
-def _unsupported_reason(config: Any) -> str | None:
+def unsupported_reason(config: Any) -> str | None:
+    """Return why a model with this config of transformers cannot have our attention; None if it can."""
     name = type(config).__name__
     if getattr(config, "is_encoder_decoder", False) or getattr(config, "add_cross_attention", False):
         return f"{name} has cross-attention, for which the pattern is not defined"
@@ -115,6 +115,9 @@ def _unsupported_reason(config: Any) -> str | None:
         return f"{name} caps attention scores, which our kernels do not support"
     if getattr(config, "reorder_and_upcast_attn", False):
         return f"{name} upcasts attention (reorder_and_upcast_attn), which our kernels do not support"
+    head = getattr(config, "qk_nope_head_dim", None)
+    if head is not None and head + config.qk_rope_head_dim != getattr(config, "v_head_dim", None):
+        return f"{name} has values of another size than keys, which our kernels do not support"
     for key in ("attn_pdrop", "attention_dropout", "attention_probs_dropout_prob"):
         if getattr(config, key, 0.0):
             return (
@@ -150,16 +153,13 @@ def hugging_face_attention(  # noqa: PLR0917  (transformers' signature)
     if attention_mask is None and _split_by_deepspeed(NAME):
         _check_not_packed(module, others.get("position_ids"))
     causal = bool(getattr(module, "is_causal", True)) if is_causal is None else is_causal
-    ordinary = 1.0 / math.sqrt(query.shape[-1])
-    if scaling is not None and not math.isclose(scaling, ordinary, rel_tol=1e-6):
-        query = query * (scaling / ordinary)  # our kernels use the usual scale
     if attention_mask is None and query.shape[-2] == key.shape[-2]:
         backend = getattr(module, "mst_backend", "auto")
-        out = attention(query, key, value, pattern, causal, backend, dropout=dropout)
+        out = attention(query, key, value, pattern, causal, backend, dropout=dropout, scale=scaling)
     else:
         if pattern.kind != "dense":
             _log_masked(type(module).__name__)
-        out = _masked(query, key, value, attention_mask, pattern, causal, dropout)
+        out = _masked(query, key, value, attention_mask, pattern, causal, dropout, scaling)
     return out.transpose(1, 2), None
 
 
@@ -190,14 +190,15 @@ def _masked(  # noqa: PLR0917
     pattern: Pattern,
     causal: bool,
     dropout: float,
+    scale: float | None,
 ) -> torch.Tensor:
     """Compute dense attention with both masks."""
     total = k.shape[-2]
     query = _queries(q.shape[-2], total, mask if causal else None, q.device)[:, None]
     key = torch.arange(total, device=q.device)
-    if mask is not None and pattern.kind == "fixed":  # its blocks begin with the sequence, not with padding before it
-        padding = _visible(mask, total)[..., -1:, :].int().argmax(-1, keepdim=True)
-        query, key = query - padding, key - padding
+    if mask is not None and pattern.kind == "fixed":  # blocks begin with a query's text, not with what is before it
+        start = _visible(mask, total).int().argmax(-1, keepdim=True)
+        query, key = query - start, key - start
     seen = pattern.allows(query, key, causal)
     if mask is None:
         both = seen
@@ -208,7 +209,7 @@ def _masked(  # noqa: PLR0917
     group = q.shape[1] // k.shape[1]
     if group > 1:
         k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=both, dropout_p=dropout)
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=both, dropout_p=dropout, scale=scale)
 
 
 def _queries(length: int, total: int, mask: torch.Tensor | None, device: torch.device) -> torch.Tensor:

@@ -61,7 +61,7 @@ class _CrossEntropy(torch.autograd.Function):
         weight = counted.to(wide) / (counted.sum() if count is None else count)
         ctx.save_for_backward(logits, index, lse, weight)
         picked = logits.gather(1, index[:, None]).squeeze(1).to(wide)
-        return ((lse - picked) * weight).sum()
+        return (torch.where(counted, lse - picked, 0) * weight).sum()
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None]:

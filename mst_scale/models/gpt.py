@@ -126,7 +126,23 @@ def run_block(block: nn.Module, x: torch.Tensor, *, recompute: bool) -> torch.Te
         return result
     from deepspeed import checkpointing  # takes seconds to import
 
-    return checkpointing.checkpoint(block, x)
+    if not x.requires_grad and any(p.requires_grad for p in block.parameters()):
+        x = x.detach().requires_grad_()  # of frozen embeddings: the block would get no gradients
+    return checkpointing.checkpoint(_under_same_autocast(block, x.device.type), x)
+
+
+def _under_same_autocast(block: nn.Module, device: str) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Return the block, or if autocast is enabled now, a function that always computes it so."""
+    if not torch.is_autocast_enabled(device):
+        return block
+    autocast = torch.autocast(device, torch.get_autocast_dtype(device))
+
+    def compute(x: torch.Tensor) -> torch.Tensor:
+        with autocast:
+            result: torch.Tensor = block(x)
+        return result
+
+    return compute
 
 
 def first_std(config: ModelConfig) -> Callable[[str], float]:

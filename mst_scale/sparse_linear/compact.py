@@ -102,6 +102,7 @@ class _Expanded(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(x, values)
         ctx.index, ctx.sink = how
+        ctx.positions = ctx.index.positions
         return _dense_product(x, ctx.index.expand(values), bias, ctx.index.across)
 
     @staticmethod
@@ -109,6 +110,10 @@ class _Expanded(torch.autograd.Function):
         # only operations that torch differentiates, so that create_graph=True works
         (x, values), dy = ctx.saved_tensors, grads[0]
         index: CompactIndex = ctx.index
+        if index.positions is not ctx.positions:
+            raise UserError(
+                "masks have changed between a forward pass and its backward pass: compute both before a step"
+            )
         if ctx.sink is not None:  # it would not get what a second pass adds to the gradient
             check_first_derivative("growth by gradients in compact layers", "set mst.compute.compact to off")
         wants_x, wants_values, wants_bias = ctx.needs_input_grad[:3]

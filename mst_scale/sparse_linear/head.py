@@ -62,7 +62,7 @@ class _CrossEntropy(torch.autograd.Function):
         wants_gradients = with_gradients and any(ctx.needs_input_grad)  # torch.no_grad does not change the latter
         losses = torch.empty(len(flat), dtype=dtype)
         dx = torch.empty(flat.shape, dtype=dtype) if wants_gradients else None
-        gradient = torch.empty(products.entries, dtype=dtype) if wants_gradients else None
+        gradient = torch.zeros(products.entries, dtype=dtype) if wants_gradients else None
         given = {"x": flat, "values": values.contiguous(), "targets": targets, "weights": counted.to(dtype) / total}
         each = (products.entries + TILE * outputs) * losses.element_size()
         results = {"losses": losses, "dx": dx, "gradient": gradient}

@@ -119,7 +119,8 @@ class CompiledProducts:
     @functools.cached_property
     def where(self) -> Tensor:
         """The position of each value in the flattened matrix."""
-        return self.scatter(torch.ones(self.entries), torch.float32).view(-1).nonzero().view(-1)
+        ones = torch.ones(self.entries, dtype=torch.float32, device="cpu")
+        return self.scatter(ones, torch.float32).view(-1).nonzero().view(-1)
 
     def gather(self, weight: Tensor) -> Tensor:
         """Return the values of a dense matrix, of the shape in which it is stored."""

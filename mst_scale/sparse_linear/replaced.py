@@ -13,6 +13,8 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
+from mst_scale.errors import UserError
+
 Forward = Callable[..., torch.Tensor]  # forward(layer, replacement, x)
 
 
@@ -37,7 +39,16 @@ class Replaced:
 
 
 def replace_forward(module: nn.Module, how: Forward, replacement: Any) -> None:
-    """Let a layer compute `how(layer, replacement, x)` from now on."""
+    """Let a layer compute `how(layer, replacement, x)` from now on.
+
+    Raises:
+        UserError: if something else has replaced `forward` of this layer already, which would still be called.
+    """
+    if "forward" in vars(module):
+        raise UserError(
+            f"a {type(module).__name__} has a forward of its own (a hook of accelerate?), which sparse layers would "
+            "not see: call mst_scale.initialize first"
+        )
     layer: Any = module
     layer.replacement = replacement
     layer.__class__ = _class_of(layer_type(module), how)

@@ -44,7 +44,7 @@ struct Builder {
     }
 };
 
-// `active` is a byte per weight, 0 or 1. All arrays have room for all entries. Values lie in the order of the flattened
+// `active` is a byte per weight, 0 if it is inactive. All arrays have room for all entries. Values lie in the order of the flattened
 // matrix; flat[i] is the place of our i-th entry among them, flat_t[i] that of the transpose's. `flat` may be null if there
 // is one panel, since it would count 0, 1, 2, …
 inline void build(const uint8_t* active, Builder a, Builder t, uint32_t* flat, uint32_t* flat_t, i64 threads) {
@@ -53,7 +53,7 @@ inline void build(const uint8_t* active, Builder a, Builder t, uint32_t* flat, u
         for (i64 p = 0; p < a.count; p++) {
             const i64 from = p * a.width, to = std::min(from + a.width, a.columns);
             i64 here = 0;
-            for (i64 c = from; c < to; c++) here += active[r * a.columns + c];
+            for (i64 c = from; c < to; c++) here += active[r * a.columns + c] != 0;
             a.begin[p * a.rows + r] = here;
         }
     a.sum_up();

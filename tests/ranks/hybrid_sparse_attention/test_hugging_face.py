@@ -1,13 +1,14 @@
 """Models of transformers with our attention: the definition's logits, patterns that switch, and what is refused."""
 
 import logging
+import types
 
 import pytest
 import torch
 
 import mst_scale
 from mst_scale.hybrid_sparse_attention import Pattern, attach, set_pattern
-from mst_scale.hybrid_sparse_attention.hugging_face import hugging_face_attention
+from mst_scale.hybrid_sparse_attention.hugging_face import hugging_face_attention, unsupported_reason
 from tests.support import pool
 from tests.support.toys import deepspeed_config
 
@@ -184,6 +185,20 @@ def test_other_layers_are_left_alone():
     assert model.config._attn_implementation == before and set_pattern(model, SPARSE) == 0
     assert "SelfAttention" in attach(torch.nn.Linear(2, 2), SPARSE)
     assert "cross-attention" in attach(gpt2(add_cross_attention=True), SPARSE)
+    latent = types.SimpleNamespace(qk_nope_head_dim=8, qk_rope_head_dim=4, v_head_dim=8)
+    assert "another size" in unsupported_reason(latent)
+
+
+@pytest.mark.parametrize("make", [gpt2, llama])
+@pytest.mark.parametrize("pattern", [SPARSE, Pattern("fixed", 5)], ids=lambda p: p.kind)
+@torch.no_grad()
+def test_packed_texts_are_computed_as_if_each_was_alone(make, pattern):
+    model, ids = make().eval(), tokens(1)[:, :18]
+    attach(model, pattern)
+    positions = torch.cat([torch.arange(7), torch.arange(11)])[None]
+    packed = model(ids, position_ids=positions, use_cache=False).logits
+    alone = torch.cat([model(ids[:, :7]).logits, model(ids[:, 7:]).logits], dim=1)
+    assert (packed - alone).abs().max() < 1e-5
 
 
 @pytest.mark.parametrize("make", [gpt2, llama])

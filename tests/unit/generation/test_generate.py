@@ -114,6 +114,12 @@ def test_top_p_leaves_out_unlikely_tokens():
     assert {int(Sampling(1, 1.0).choose(probability.log(), generator)) for _ in range(300)} == {0, 1, 2, 3}
 
 
+@pytest.mark.parametrize("temperature", [0, 1])
+def test_logits_that_are_no_numbers_end_a_text(temperature):
+    with pytest.raises(UserError, match="NaN"):
+        Sampling(temperature).choose(torch.tensor([[0.0, float("nan")]]), torch.Generator())
+
+
 def test_frequencies_are_those_of_the_softmax():
     logits = torch.tensor([[0.0, 1.0, 2.0]])
     counts = torch.zeros(3)

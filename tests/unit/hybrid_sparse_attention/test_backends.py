@@ -273,3 +273,24 @@ def test_small_blocks_of_scores(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(blocked, "SCORES", 64)
     for kind in ("strided", "fixed"):
         check("blocked", inputs((1, 2, 60, 8), 1, torch.float64), Pattern(kind, 9), False)
+
+
+@pytest.mark.parametrize("bits", [0x7FC00000, 0x7FC00001, 0x7FFFFFFF])  # of x86, another, of NVIDIA GPUs
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_any_nan_stays_nan(backend: str, bits: int) -> None:
+    """The C++ kernel computes powers of 2 in the bits of the exponent."""
+    q, k, v, _ = inputs((1, 1, 8, 16), 1, torch.float32)
+    k[0, 0, 3] = torch.tensor([bits], dtype=torch.int32).view(torch.float32)
+    out = attention(q, k, v, Pattern("strided", 3), True, backend)
+    assert out.isnan().any(-1).flatten().tolist() == Pattern("strided", 3).mask(8)[:, 3].tolist()
+
+
+@pytest.mark.parametrize("backend", [*BACKENDS, "definition", "dense"])
+def test_scores_may_have_another_scale(backend: str) -> None:
+    tensors = inputs((2, 4, 30, 16), 2, torch.float64)
+    pattern = Pattern("dense") if backend == "dense" else Pattern("strided", 7)
+    q, k, v, dout = tensors
+    found = differentiate(lambda *x: attention(*x, pattern, True, backend, scale=0.7), q, k, v, dout)
+    other = differentiate(lambda q, k, v: attention(q * (0.7 * 4), k, v, pattern, True, "auto"), q, k, v, dout)
+    for one, two in zip(found, other, strict=True):
+        torch.testing.assert_close(one, two)

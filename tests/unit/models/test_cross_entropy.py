@@ -91,3 +91,11 @@ def test_memory_is_logits_and_gradient():
         file._pieces = file_pieces
     assert 2.0 <= ours < 2.2
     assert peak(lambda z: F.cross_entropy(z.float(), targets)) > 4, "the measure sees copies"
+
+
+def test_positions_that_do_not_count_may_have_any_logits():
+    logits, targets = batch(torch.float32)
+    expected = cross_entropy(logits, targets).detach()
+    with torch.no_grad():
+        logits[1, 2:] = torch.tensor(float("nan"))
+    assert torch.equal(cross_entropy(logits, targets).detach(), expected)

@@ -241,6 +241,21 @@ def test_activation_checkpointing_changes_no_gradient(dropout: float):
         assert torch.equal(grad, want[name]), name
 
 
+@pytest.mark.parametrize("case", ["frozen embeddings", "autocast"])
+def test_activation_checkpointing_changes_no_gradient_under(case: str):
+    """A reentrant checkpoint gives no gradient to a function whose input needs none, and forgets autocast."""
+    found = []
+    for recompute in (False, True):
+        model = build(activation_checkpointing=recompute)
+        model.wte.weight.requires_grad_(case == "autocast")
+        model.wpe.weight.requires_grad_(case == "autocast")
+        with torch.autocast("cpu", torch.bfloat16, enabled=case == "autocast"):
+            loss = model(tokens(), tokens())
+        loss.backward()
+        found.append([loss.detach(), *(p.grad for p in model.parameters() if p.requires_grad)])
+    assert all(g is not None and torch.equal(g, want) for g, want in zip(found[1], found[0], strict=True))
+
+
 def test_activation_checkpointing_recomputes_blocks_and_only_in_training():
     model = build(activation_checkpointing=True)
     calls = []

@@ -134,3 +134,30 @@ def test_a_heads_threads_share_a_bounded_scratch(monkeypatch):
     )
     results(lambda x, w: index.cross_entropy(x, w, targets), x, weight)
     assert used[1] == 3, "the loss; its values and its gradient's dense layout take no scratch"
+
+
+def test_no_tokens_give_no_gradient():
+    active, weight, x, _ = case(300, 200, 0)
+    index = cpu.CompiledIndex(active)
+    junk = [torch.full((int(active.sum()),), 7.0) for _ in range(8)]
+    del junk
+    weight.requires_grad_()
+    loss = index.cross_entropy(x.requires_grad_(), weight, torch.empty(0, dtype=torch.long), torch.tensor(10))
+    assert loss == 0 and not torch.autograd.grad(loss, weight)[0].any()
+
+
+def test_a_nan_of_a_gpu_stays_nan():
+    active, weight, x, targets = case(30, 8, 12)
+    weight[0][active[0]] = torch.tensor([0x7FFFFFFF], dtype=torch.int32).view(torch.float32)
+    assert cpu.CompiledIndex(active).cross_entropy(x, weight, targets).isnan()
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_positions_do_not_depend_on_the_default_type(dtype):
+    active = case(20, 30, 1)[0]
+    torch.set_default_dtype(dtype)
+    try:
+        where = kernel.CompiledProducts(active).where
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert torch.equal(where, active.view(-1).nonzero().view(-1))

@@ -11,6 +11,7 @@ from torch import nn
 from torch._dynamo.utils import counters
 
 from mst_scale.config.blocks import ModelConfig
+from mst_scale.errors import UserError
 from mst_scale.models.gpt import GPT
 from mst_scale.sparse_linear import SparseLayers, crossovers, dispatch
 
@@ -213,3 +214,11 @@ def test_the_table_that_is_shipped_holds_what_dispatch_reads(monkeypatch, tmp_pa
         assert dispatch.choose("cpu", torch.float32, (3072, 768), 0.96, 1)[0] == "cpu"
     finally:
         crossovers.table.cache_clear()
+
+
+def test_a_layer_with_a_forward_of_its_own_is_rejected():
+    """It would be called in place of ours."""
+    model = nn.Sequential(nn.Linear(8, 8))
+    model[0].forward = nn.Linear(8, 8).forward
+    with pytest.raises(UserError, match="forward of its own"):
+        sparse(model, ["0.weight"])
