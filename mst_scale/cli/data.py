@@ -63,7 +63,7 @@ def add(subparsers: Any) -> None:
     option("--seed", type=int, default=2357, metavar="N", help="seed of the split (default: 2357, as in nanoGPT)")
     option("--subset", metavar="NAME", help="hub: the configuration of the data set")
     option("--split", default="train", metavar="NAME", help="hub: the split to read (default: train)")
-    option("--val-split", metavar="NAME", help="hub: a split to validate on, instead of --val-fraction")
+    option("--val-split", metavar="NAME", help="hub: a split to validate on; of --max-bytes it gets --val-fraction")
     option("--revision", metavar="REV", help="hub: a commit, tag or branch")
     option("--stream", action="store_true", help="hub: read while downloading, without keeping a copy")
     option("--workers", type=int, metavar="N", help="processes (default: all cores); the result does not depend on it")

@@ -120,7 +120,7 @@ def _of_source(path: Path, source: Source) -> ModelWeights:
         masks, read_mask = frozenset(found.head["names"]), found.whole
     return ModelWeights(
         path, source.experiment.model, names, source.weights.read, source.step, source.experiment.mst.method,
-        tokenizer_of(source.experiment), source.pattern, masks=masks & set(names), mask=read_mask,
+        tokenizer_of(source.experiment, source.run), source.pattern, masks=masks & set(names), mask=read_mask,
     )  # fmt: skip
 
 

@@ -24,6 +24,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -282,7 +283,7 @@ class UnfinishedCorpus:
     @property
     def complete(self) -> bool:
         """Whether all files are written and only have to be moved."""
-        return (self.folder / META).exists()
+        return _read_json(self.folder / META) is not None
 
     @property
     def resumable(self) -> bool:
@@ -342,8 +343,11 @@ class UnfinishedCorpus:
         self.folder.mkdir(exist_ok=True)
         for name in (META, "journal.json"):
             (self.folder / name).unlink(missing_ok=True)
-        for file in self.folder.iterdir():
-            file.unlink()
+        for path in self.folder.iterdir():
+            if path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path)
+            else:
+                path.unlink()
 
     def discard(self) -> None:
         """Remove the folder."""
@@ -359,7 +363,11 @@ def _write_json(path: Path, content: dict[str, Any]) -> None:
 
 
 def _read_json(path: Path) -> dict[str, Any] | None:
-    return json.loads(path.read_text()) if path.exists() else None
+    try:
+        content = json.loads(path.read_text()) if path.exists() else None
+    except (ValueError, RecursionError):  # damaged: as if it was not there
+        return None
+    return content if isinstance(content, dict) else None
 
 
 def _sync_folder(folder: Path) -> None:

@@ -12,10 +12,14 @@ not read directly. Its errors become one line that says what to do.
 
 from __future__ import annotations
 
+import bz2
 import contextlib
 import glob
 import gzip
 import importlib.util
+import io
+import lzma
+import math
 import os
 import re
 import sys
@@ -26,6 +30,7 @@ from pathlib import Path
 from typing import Any
 
 from mst_scale.comm import may_rewrite
+from mst_scale.data.corpus import META
 from mst_scale.data.sources import (
     TRAIN,
     VAL,
@@ -38,6 +43,7 @@ from mst_scale.data.sources import (
     rows,
     stream,
     text_files,
+    text_of_line,
 )
 from mst_scale.data.tokenizer import tokenizer_identity
 from mst_scale.errors import UserError
@@ -51,7 +57,7 @@ NO_SOURCES = {"test", "tests", "idle_test", "site-packages", "dist-packages", "_
 
 HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 READ_DIRECTLY = {".txt": "text", ".jsonl": "lines", ".ndjson": "lines", ".parquet": "parquet"}
-BUILDERS = {".json": "json", ".jsonl": "json", ".ndjson": "json", ".csv": "csv", ".arrow": "arrow"}  # of `datasets`
+BUILDERS = {".json": "json", ".csv": "csv", ".arrow": "arrow"}  # of `datasets`
 COMPRESSIONS = (".gz", ".bz2", ".xz", ".zst")
 KNOWN = ".txt, .jsonl, .parquet, .json, .csv, .arrow, .jsonl.gz/.bz2/.xz/.zst"
 READ_ROWS = 256  # at a time
@@ -89,6 +95,8 @@ class Recipe:
             raise UserError(f"val_fraction must lie in [0.000001, 1), not {self.val_fraction}")
         if not 0 <= self.seed < 2**32:
             raise UserError(f"seed must lie in [0, 2^32), not {self.seed}")
+        if self.val_split is not None and self.val_split == self.split:
+            raise UserError(f"val_split {self.val_split!r} is the split to train on: name another, or leave it out")
         if self.max_bytes is not None and self.max_bytes < 1:
             raise UserError(f"max_bytes must be at least 1, not {self.max_bytes}")
 
@@ -144,6 +152,8 @@ def open_source(recipe: Recipe) -> Source:
         return json_lines(files, recipe.text_key, recipe.held_out, recipe.max_bytes)
     if kind == "parquet":
         return _parquet(files, recipe)
+    if kind == "compressed lines":
+        return _compressed_lines(files, recipe)
     return _streamed_files(files, kind, recipe)
 
 
@@ -166,7 +176,7 @@ def local_files(recipe: Recipe) -> list[File] | None:
     for name in recipe.paths:
         path = Path(name).expanduser()
         if path.is_dir():
-            matches = [file for file in path.rglob("*") if _is_visible(file, path) and _kind(file) is not None]
+            matches = [file for file in _files_below(path) if _kind(file) is not None]
         elif path.exists():
             matches = [path]
         else:
@@ -203,10 +213,11 @@ def _code_files(root: Path, owner: str) -> list[File]:
 
 
 def _kind(path: Path) -> str | None:
-    """Return how a file is read, by its name: `text`, `lines`, `parquet`, or a builder of `datasets`."""
+    """Return how a file is read, by its name: by a function here, or a builder of `datasets`."""
     suffix = path.suffix.lower()
     if suffix in COMPRESSIONS:
-        return BUILDERS.get(Path(path.stem).suffix.lower())
+        inner = Path(path.stem).suffix.lower()
+        return "compressed lines" if READ_DIRECTLY.get(inner) == "lines" else BUILDERS.get(inner)
     return READ_DIRECTLY.get(suffix, BUILDERS.get(suffix))
 
 
@@ -222,8 +233,22 @@ def _one_kind(files: list[File]) -> str:
     return kind
 
 
-def _is_visible(file: Path, root: Path) -> bool:
-    return not any(part.startswith(".") for part in file.relative_to(root).parts)
+def _files_below(folder: Path) -> Iterator[Path]:
+    """Yield the files in a folder and its folders, linked ones included; hidden ones are left out."""
+
+    def fail(error: OSError) -> None:
+        raise UserError(f"{error.filename} cannot be read ({error.strerror}): check its permissions") from None
+
+    seen = set()
+    for place, folders, names in os.walk(folder, followlinks=True, onerror=fail):
+        about = os.stat(place)
+        if (about.st_dev, about.st_ino) in seen:  # a link to a folder above it
+            folders.clear()
+            continue
+        seen.add((about.st_dev, about.st_ino))
+        folders[:] = sorted(name for name in folders if not name.startswith("."))
+        made_here = "train.bin" in names  # a corpus, which META describes
+        yield from (Path(place, n) for n in names if not n.startswith(".") and not (made_here and n == META))
 
 
 def _is_saved(paths: list[str]) -> bool:
@@ -252,23 +277,69 @@ def _parquet(files: list[File], recipe: Recipe) -> Source:
             footer = pq.read_metadata(file.path)
         except pa.ArrowInvalid as error:
             raise UserError(f"{file.path} is not a Parquet file ({_on_one_line(error)}); leave it out") from None
-        columns = footer.schema.names
-        _check_column(str(file.path), columns, recipe.text_key)
-        column = columns.index(recipe.text_key)
+        _check_column(str(file.path), footer.schema.to_arrow_schema().names, recipe.text_key)
+        leaves = [footer.schema.column(number).path for number in range(len(footer.schema))]
+        if recipe.text_key not in leaves:
+            raise UserError(
+                f"{file.path}: {recipe.text_key!r} holds columns of its own, not text; name another text_key"
+            )
+        column = leaves.index(recipe.text_key)
         groups = (footer.row_group(number) for number in range(footer.num_row_groups))
         total += sum(group.column(column).total_uncompressed_size for group in groups)
 
+    def texts_of(path: Path) -> Iterator[list[Any]]:
+        with pq.ParquetFile(path, pre_buffer=False, buffer_size=READ_BUFFER) as table:
+            for batch in table.iter_batches(READ_ROWS, columns=[recipe.text_key], use_threads=False):
+                yield batch.column(0).to_pylist()
+
     def batches() -> Batches:
         for file in files:
-            with pq.ParquetFile(file.path, pre_buffer=False, buffer_size=READ_BUFFER) as table:
-                for batch in table.iter_batches(READ_ROWS, columns=[recipe.text_key], use_threads=False):
-                    yield None, _checked_texts(batch.column(0).to_pylist(), str(file.path), recipe.text_key)
+            found = texts_of(file.path)
+            while True:
+                try:
+                    texts = next(found, None)
+                except (pa.ArrowException, UnicodeDecodeError, OSError) as error:
+                    raise UserError(f"{file.path} is damaged ({_on_one_line(error)}): copy it again") from None
+                if texts is None:
+                    break
+                yield None, _checked_texts(texts, str(file.path), recipe.text_key)
 
     return stream(batches, describe_files(files), recipe.held_out, recipe.max_bytes, total)
 
 
+def _compressed_lines(files: list[File], recipe: Recipe) -> Source:
+    """JSON lines, read directly: `datasets` would take a line without the key for one without text."""
+
+    def batches() -> Batches:
+        for file in files:
+            at = 0
+            with _opened(file.path) as lines:
+                while True:
+                    try:
+                        line = lines.readline()
+                    except (OSError, EOFError, ValueError, lzma.LZMAError) as error:
+                        raise UserError(f"{file.path} cannot be read: {_on_one_line(error)}") from None
+                    if not line:
+                        break
+                    yield None, [text_of_line(line, file.path, at, recipe.text_key)]
+                    at += len(line)
+
+    return stream(batches, describe_files(files), recipe.held_out, recipe.max_bytes)
+
+
+def _opened(path: Path) -> Any:
+    suffix = path.suffix.lower()
+    if suffix != ".zst":
+        return {".gz": gzip, ".bz2": bz2, ".xz": lzma}[suffix].open(path, "rb")
+    try:
+        import zstandard  # type: ignore[import-not-found, unused-ignore]
+    except ImportError:
+        raise UserError(f"{path} needs the package zstandard: pip install zstandard") from None
+    return io.BufferedReader(zstandard.open(path, "rb"))
+
+
 def _streamed_files(files: list[File], builder: str, recipe: Recipe) -> Source:
-    """Compressed JSON lines, JSON, CSV, Arrow: one file after the other, as `datasets` understands them."""
+    """JSON, CSV, Arrow, compressed ones too: one file after the other, as `datasets` understands them."""
     # pandas would read NA and null as missing, and 007 as a number
     options = {"converters": {recipe.text_key: str}, "na_filter": False} if builder == "csv" else {}
 
@@ -313,6 +384,8 @@ def _rows(tables: list[Any], name: str, recipe: Recipe) -> Source:
     if len(tables) == 1:
         if len(tables[0]) < 2:
             raise UserError(f"{name} has {len(tables[0])} documents: too few to set one apart for validation")
+        if not 0 < math.ceil(len(tables[0]) * recipe.held_out) < len(tables[0]):
+            raise UserError(f"{name} has {len(tables[0])} documents, of which val_fraction leaves none for training")
         with _indices_elsewhere():
             parts = tables[0].train_test_split(test_size=recipe.held_out, seed=recipe.seed, shuffle=True)
         tables = [parts["train"], parts["test"]]
@@ -336,11 +409,20 @@ def _indices_elsewhere() -> Iterator[None]:
 
 def _stream(tables: list[Any], name: str, recipe: Recipe) -> Source:
     def batches() -> Batches:
-        # Validation first: a limit on bytes must not leave it out.
+        # Validation first: a limit on bytes must not leave it out. It gets its usual share of them, not more.
         splits: tuple[int | None, ...] = (VAL, TRAIN) if len(tables) == 2 else (None,)
         for split, table in zip(splits, reversed(tables), strict=True):
+            left = math.inf if split != VAL or recipe.max_bytes is None else recipe.held_out * recipe.max_bytes
             for texts in _column(table, name, recipe.text_key):
-                yield split, texts
+                kept = []
+                for text in texts:
+                    if left <= 0:
+                        break
+                    kept.append(text)
+                    left -= len((text or "").encode())
+                yield split, kept
+                if left <= 0:
+                    break
 
     return stream(batches, {}, recipe.held_out, recipe.max_bytes)
 

@@ -128,8 +128,15 @@ class File:
 
 
 def list_files(paths: Iterable[Path]) -> list[File]:
-    """Return the files in the order of their names, without empty ones."""
-    paths = sorted(Path(os.path.abspath(path)) for path in set(paths))
+    """Return the files in the order of their names, without empty ones and repetitions.
+
+    Raises:
+        UserError: if a name is not UTF-8.
+    """
+    paths = sorted({Path(os.path.abspath(path)) for path in paths})
+    for path in paths:
+        if any("\udc80" <= character <= "\udcff" for character in str(path)):
+            raise UserError(f"the name of {os.fsencode(path)!r} is not UTF-8: rename it")
     root = os.path.commonpath([path.parent for path in paths]) if paths else ""
     files = [File(path, path.relative_to(root).as_posix(), path.stat().st_size) for path in paths]
     return [file for file in files if file.size]
@@ -220,7 +227,7 @@ def json_lines(files: list[File], text_key: str, val_fraction: float, max_bytes:
             with open(file.path, "rb") as handle:
                 at = 0
                 while at < size and (line := handle.readline()):
-                    text = _text_of_line(line, file.path, at, text_key)
+                    text = text_of_line(line, file.path, at, text_key)
                     if text:
                         yield from _document(split(base + at), text, len(line))
                     at += len(line)
@@ -229,7 +236,12 @@ def json_lines(files: list[File], text_key: str, val_fraction: float, max_bytes:
     return Source(describe_files(files), documents, n_bytes)
 
 
-def _text_of_line(line: bytes, path: Path, at: int, text_key: str) -> str | None:
+def text_of_line(line: bytes, path: Path, at: int, text_key: str) -> str | None:
+    """Return the text in a line of JSON; None if the line is blank or its text null.
+
+    Raises:
+        UserError: if it is not an object with text under this key.
+    """
     if at == 0:
         line = line.removeprefix(codecs.BOM_UTF8)
     if not line.strip():

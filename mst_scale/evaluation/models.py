@@ -128,7 +128,7 @@ def our_text(name: str, vocab_size: int) -> Text:
 
 
 def _ours(path: Path, source: Source, tokenizer: str | None, device: torch.device) -> tuple[Model, Text]:
-    named = chosen(tokenizer, tokenizer_of(source.experiment), str(path))
+    named = chosen(tokenizer, tokenizer_of(source.experiment, source.run), str(path))
     if named is None:
         raise UserError(f"the tokenizer of {path} is not known: name it with --tokenizer")
     if is_missing(named.name):

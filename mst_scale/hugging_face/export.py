@@ -136,7 +136,7 @@ def export(
         return _export_transformers(open_transformers(*found), out, dtype, shard_bytes, tokenizer)
     source = open_source(path, config, causal=False)
     experiment = source.experiment
-    text = chosen(tokenizer, tokenizer_of(experiment), str(path))
+    text = chosen(tokenizer, tokenizer_of(experiment, source.run), str(path))
     name, identity = (None, None) if text is None else (text.name, text.identity)
     plan = None if request is None else _Plan(source, request)
     with draft_of(out) as draft:
@@ -339,21 +339,23 @@ class _Plan:
         self.amounts = request.amounts(shapes, experiment.mst.sparsity.distribution)
         needs_own = request.needs_calibration and not request.calibration
         own = corpus_of(experiment, source.run) if needs_own or not names_no_text(experiment) else None
+        if needs_own and own is None:
+            stated = experiment.data.dir or experiment.data.source
+            raise UserError(f"the corpus {stated} of {source.checkpoint} is missing: name one with --calibration")
         self.corpus = request.calibration or str(own)
         self.calibration: Sampler | None = None
         if request.needs_calibration:
             self.calibration = open_calibration(self.corpus, experiment.model, request.sequences)
         if request.calibration is not None:
-            _check_same_tokenizer(Path(self.corpus), experiment)
-            if own is None or not Path(own).is_dir():
-                logger.warning("the run's own corpus %s is missing: the loss is measured on %s", own or "", self.corpus)
-                own = self.corpus
+            _check_same_tokenizer(Path(self.corpus), source)
+            if own is None:
+                logger.warning("the run's own corpus is missing: the loss is measured on %s", self.corpus)
+                own = Path(self.corpus)
         self.validation: Sampler | None = None
-        if needs_own or (own is not None and Path(own).is_dir()):
+        if own is not None:
             self.validation = open_sampler(str(own), "val", experiment.model, experiment.eval_seed)
         else:
-            missing = "the config names no corpus" if own is None else f"the run's corpus {own} is missing"
-            logger.warning("%s: the loss before and after pruning is not measured", missing)
+            logger.warning("the run's corpus is missing: the loss before and after pruning is not measured")
 
     def carry_out(self) -> _Pruned:
         """Prune the model in memory, and measure its validation loss before and after."""
@@ -372,9 +374,9 @@ class _Plan:
         return _Pruned(matrices, losses, request.about(self.corpus, left), description)
 
 
-def _check_same_tokenizer(corpus: Path, experiment: Experiment) -> None:
+def _check_same_tokenizer(corpus: Path, source: Source) -> None:
     """Raise UserError if the calibration corpus was made with another tokenizer than the model's."""
-    ours = tokenizer_of(experiment)
+    ours = tokenizer_of(source.experiment, source.run)
     if ours is None or not (corpus / META).is_file():
         return
     meta = read_meta(corpus)

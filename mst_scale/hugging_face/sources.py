@@ -19,8 +19,9 @@ import torch
 
 from mst_scale.checkpoints import finding, manifests, mask_files, model_config
 from mst_scale.checkpoints.multiplied import multiplied_weights_of
+from mst_scale.comm import logger
 from mst_scale.config import Experiment, ModelConfig, load, load_of_run
-from mst_scale.data.corpus import META, read_meta
+from mst_scale.data.corpus import META, identity, read_meta
 from mst_scale.data.recipe import is_code
 from mst_scale.data.tokenizer import TrainedWith, chosen, is_missing, trained_with
 from mst_scale.engine.targets import choose_targets
@@ -140,8 +141,10 @@ def names_no_text(experiment: Experiment) -> bool:
     return experiment.data.dir is None and experiment.data.source is None
 
 
-def corpus_of(experiment: Experiment, run: Path | None = None) -> str:
-    """Return the folder of the run's corpus; a relative path refers to the folder in which the run was started.
+def corpus_of(experiment: Experiment, run: Path | None = None) -> Path | None:
+    """Return the folder of the run's corpus; None if it is not there, or holds another one now.
+
+    A relative path refers to the folder in which the run was started, or else to the current one.
 
     Raises:
         UserError: if the config has no corpus.
@@ -150,24 +153,38 @@ def corpus_of(experiment: Experiment, run: Path | None = None) -> str:
     if names_no_text(experiment):
         raise UserError("the config has no corpus to measure the loss on: set data.dir to a folder of mst data")
     stated = Path(data.dir or f"corpora/{data.source}")
-    starts = [] if run is None or stated.is_dir() else run_file.read(run / "run.json").get("starts", [])
-    folders = (Path(start["folder"]) / stated for start in reversed(starts) if "folder" in start)
-    return str(next((folder for folder in folders if folder.is_dir()), stated))
+    starts = [] if run is None else run_file.read(run / "run.json").get("starts", [])
+    places = [Path(start["folder"]) / stated for start in reversed(starts) if "folder" in start]
+    known = starts[-1].get("corpus") if starts else None
+    found = [folder for folder in dict.fromkeys([*places, stated]) if folder.is_dir()]
+    for folder in found:
+        if known is None or _holds(folder, known):
+            return folder
+    if found:
+        logger.warning("%s is not the corpus that the run in %s was trained on: it is not used", found[0], run)
+    return None
 
 
-def tokenizer_of(experiment: Experiment) -> TrainedWith | None:
-    """Return the tokenizer of the run's corpus; None if it is not known."""
+def _holds(folder: Path, corpus: str) -> bool:
+    try:
+        return identity(folder) == corpus
+    except (OSError, UserError):  # it is damaged, or no corpus
+        return False
+
+
+def tokenizer_of(experiment: Experiment, run: Path | None = None) -> TrainedWith | None:
+    """Return the tokenizer of the corpus of a run in this folder; None if it is not known."""
     data = experiment.data
     if names_no_text(experiment):
         return None if data.tokenizer is None else trained_with(data.tokenizer)
-    folder = Path(corpus_of(experiment))
-    if (folder / META).is_file():
+    folder = corpus_of(experiment, run)
+    if folder is not None and (folder / META).is_file():
         meta = read_meta(folder)
         before = trained_with(str(meta["tokenizer"]), meta["recipe"].get("tokenizer"))
         moved = data.tokenizer if is_missing(before.name) else None  # the config may have the new path of its file
         return chosen(moved, before, str(folder))
     if data.source is None and data.tokenizer is None:
-        return None  # the folder does not exist
+        return None
     return trained_with(data.tokenizer or ("byte" if data.source is not None and is_code(data.source) else "gpt2"))
 
 

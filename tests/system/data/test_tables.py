@@ -42,7 +42,7 @@ def test_a_validation_share_that_is_no_unit_fraction_is_met(tmp_path: Path):
 
 
 @pytest.mark.parametrize("kind", ["jsonl.gz", "jsonl.bz2", "json", "csv"])
-def test_other_kinds_go_through_datasets(tmp_path: Path, kind: str):
+def test_other_kinds(tmp_path: Path, kind: str):
     texts = TEXTS[:40]
     lines = "".join(json.dumps({"text": text}) + "\n" for text in texts).encode()
     if kind == "csv":
@@ -104,8 +104,9 @@ def test_a_saved_data_set_may_bring_its_own_validation(tmp_path: Path):
     whole = datasets.DatasetDict({name: datasets.Dataset.from_dict({"text": texts}) for name, texts in parts.items()})
     whole.save_to_disk(tmp_path / "saved")
     assert read(tmp_path / "saved", val_split="held") == {"train": parts["train"], "val": parts["held"]}
-    limited = read(tmp_path / "saved", val_split="held", max_bytes=2000)
-    assert limited["val"] == parts["held"] and limited["train"] == TEXTS[: len(limited["train"])]
+    limited = read(tmp_path / "saved", val_split="held", max_bytes=2000, val_fraction=0.1)
+    assert limited["val"] == parts["held"][: len(limited["val"])] and len(limited["val"]) > 0
+    assert limited["train"] == TEXTS[: len(limited["train"])] and len(limited["train"]) > len(limited["val"])
     with pytest.raises(ValueError, match=r"'test'.* train, held"):
         read(tmp_path / "saved", split="test")
 

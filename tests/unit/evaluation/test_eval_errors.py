@@ -80,7 +80,7 @@ def test_a_tokenizer_file_that_was_moved(run, data, capsys, tmp_path):
     (tmp_path / "a.txt").write_text(TEXT * 9)
     make(tmp_path / "a.txt", tmp_path / "corpus", str(there), val_fraction=0.5)
     ours, hf, bare = tmp_path / "run", tmp_path / "hf", tmp_path / "bare"
-    shutil.copytree(run, ours, ignore=shutil.ignore_patterns("eval.json"))
+    shutil.copytree(run, ours, ignore=shutil.ignore_patterns("eval.json", "run.json"))
     config = json.loads((ours / "config.json").read_text())
     config["data"]["dir"] = str(tmp_path / "corpus")
     (ours / "config.json").write_text(json.dumps(config))
@@ -111,6 +111,7 @@ def test_a_model_that_looks_ahead_is_rejected(data, capsys, tmp_path):
     torch.manual_seed(0)
     shape = {"num_hidden_layers": 1, "num_attention_heads": 2, "hidden_size": 16, "intermediate_size": 32}
     BertForMaskedLM(BertConfig(**shape, vocab_size=257, max_position_embeddings=64)).save_pretrained(tmp_path)
+    capsys.readouterr()  # transformers' progress bar
     line = rejected(capsys, str(tmp_path), "--tasks", "lambada", "--data-dir", str(data), "--tokenizer", "byte")
     assert "BERT" in line
 

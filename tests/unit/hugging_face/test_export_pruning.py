@@ -12,10 +12,12 @@ from safetensors.torch import load_file
 
 from mst_scale.cli import main
 from mst_scale.cli.checkpoints import EXPORT
+from mst_scale.data.corpus import identity
 from mst_scale.data.sampler import open_sampler
 from mst_scale.errors import UserError
 from mst_scale.hugging_face.export import Source, export, open_source, validation_loss
 from mst_scale.hugging_face.names import from_hugging_face
+from mst_scale.hugging_face.sources import tokenizer_of
 from mst_scale.models import build
 from mst_scale.pruning import METHODS, prune_model
 from mst_scale.pruning.method import NM, Amount
@@ -206,6 +208,23 @@ def elsewhere(run, tmp_path, monkeypatch) -> Path:
 def test_a_relative_corpus_is_found_from_where_the_run_was_started(elsewhere, tmp_path):
     done = export(elsewhere / "run", tmp_path / "hf", method="sparsegpt", pattern="2:4", calibration_sequences=2)
     assert done.losses.keys() == {"before", "after"} and done.pruning["calibration"] == str(elsewhere / "corpora" / "x")
+
+
+def test_a_corpus_of_the_same_name_elsewhere_is_not_the_runs(elsewhere, tmp_path, monkeypatch, caplog):
+    """Neither its tokenizer nor its text is taken for that of the run."""
+    (tmp_path / "a.txt").write_text("another text. " * 400)
+    (tmp_path / "vocab.txt").write_text("\n".join(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "another", "text"]))
+    make(tmp_path / "a.txt", tmp_path / "own" / "corpora" / "x", str(tmp_path / "vocab.txt"), val_fraction=0.5)
+    shutil.rmtree(elsewhere / "corpora" / "x")
+    make(tmp_path / "a.txt", elsewhere / "corpora" / "x", val_fraction=0.5)
+    starts = [{"folder": str(elsewhere), "corpus": identity(elsewhere / "corpora" / "x")}]
+    (elsewhere / "run" / "run.json").write_text(json.dumps({"starts": starts}))
+    monkeypatch.chdir(tmp_path / "own")
+    source = open_source(elsewhere / "run")
+    found = tokenizer_of(source.experiment, source.run)
+    assert found is not None and found.name == "byte"
+    (elsewhere / "corpora").rename(tmp_path / "moved")
+    assert tokenizer_of(source.experiment, source.run) is None and "is not the corpus" in caplog.text
 
 
 def test_a_calibration_is_enough_where_the_runs_own_corpus_is_gone(elsewhere, tmp_path, caplog):
