@@ -52,5 +52,5 @@ def config_of(checkpoint: Path) -> Path | None:
 
     The model may be ours or one of transformers.
     """
-    found = (checkpoint / NAME, *(parent / "config.json" for parent in checkpoint.parents))
+    found = (checkpoint / NAME, *(parent / "config.json" for parent in checkpoint.resolve().parents))
     return next((path for path in found if path.is_file()), None)

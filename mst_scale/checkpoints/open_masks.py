@@ -19,6 +19,7 @@ from torch import Tensor
 from mst_scale.checkpoints import finding, mask_files
 from mst_scale.comm import Damaged
 from mst_scale.errors import UserError
+from mst_scale.files import PARTIAL
 from mst_scale.mixed_growing import packed_bits
 from mst_scale.tensor_files import save
 
@@ -33,7 +34,12 @@ def write(path: Path, masks: Named, packed: bool = False) -> int:
         flat = mask.cpu().contiguous()
         tensors[name] = packed_bits.pack(flat.view(-1)) if packed else flat
     path.parent.mkdir(parents=True, exist_ok=True)
-    save(tensors, path, {"shapes": json.dumps(shapes)})
+    draft = path.with_name(path.name + PARTIAL)
+    try:
+        save(tensors, draft, {"shapes": json.dumps(shapes)})
+        draft.replace(path)
+    finally:
+        draft.unlink(missing_ok=True)
     return len(tensors)
 
 
@@ -48,8 +54,10 @@ class OpenMasks:
             with safe_open(path, framework="pt") as file:
                 self.names = list(file.keys())
                 self.shapes = json.loads((file.metadata() or {}).get("shapes", "{}"))
-        except (SafetensorError, OSError, ValueError) as error:
-            raise Damaged(f"{path} is not a safetensors file of masks ({error})") from None
+        except (SafetensorError, ValueError) as error:
+            raise UserError(f"{path} is not a safetensors file of masks ({error}): name one, or create it") from None
+        except OSError as error:
+            raise Damaged(f"{path} cannot be read ({error})") from None
 
     def mask(self, name: str, shape: tuple[int, ...]) -> Tensor:
         """Return the mask of a parameter of this shape, as bool."""

@@ -229,6 +229,7 @@ examples:
   mst export runs/gpt2 exported/gpt2-24 --pattern 2:4 --method sparsegpt --calibration corpora/openwebtext
 """
 OF_EXPORT = ("dtype", "tokenizer", "config")
+SHARD_BYTES = 5 * 10**9
 OF_PRUNING = ("prune", "method", "pattern", "calibration", "calibration_sequences")
 
 
@@ -244,7 +245,7 @@ def _add_export(subparsers: Any) -> None:
     option("--calibration-sequences", type=at_least(1), metavar="N", help="number of its sequences (default: 128)")
     option("--compact", action="store_true", help="write one compact file: nonzero weights and packed mask bits")
     option("--dtype", default="float32", metavar="T", help="float32 (the default), bfloat16 or float16")
-    option("--shard-size", type=parse_bytes, default=5 * 10**9, metavar="N", help="largest weight file (default: 5G)")
+    option("--shard-size", type=parse_bytes, metavar="N", help="largest weight file (default: 5G)")
     option("--tokenizer", metavar="NAME", help="byte, gpt2 or a .tiktoken file (default: that of the run's corpus)")
     option(
         "--config", metavar="FILE", type=Path, help="the experiment, if there is no config.json next to the checkpoint"
@@ -265,7 +266,12 @@ def _export(args: argparse.Namespace) -> int:
         )
     if args.compact:
         return _export_compact(args)
-    done = export(args.checkpoint, args.out, shard_bytes=args.shard_size, **values_of(args, *OF_EXPORT, *OF_PRUNING))
+    done = export(
+        args.checkpoint,
+        args.out,
+        shard_bytes=args.shard_size or SHARD_BYTES,
+        **values_of(args, *OF_EXPORT, *OF_PRUNING),
+    )
     if args.json:
         print(json.dumps(done.to_dict()))
         return 0
@@ -302,6 +308,8 @@ def _export_compact(args: argparse.Namespace) -> int:
             f"--{name.replace('_', '-')} cannot be combined with --compact: export a pruned folder first, and then "
             "that folder with --compact"
         )
+    if args.shard_size is not None:
+        raise UserError("--compact writes one file: leave out --shard-size")
     done = export_compact(args.checkpoint, args.out, **values_of(args, *OF_EXPORT))
     if args.json:
         print(json.dumps(done.to_dict()))

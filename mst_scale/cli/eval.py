@@ -175,7 +175,11 @@ def _evaluate(args: argparse.Namespace, tasks: Any, ranks: Any) -> int:
 
 
 def _check_writable(out: Path) -> None:
-    """Create the folder of the results, and check that files can be written there before anything is evaluated."""
+    """Create the folder of the results, and check that they can be written there before anything is evaluated."""
+    from mst_scale.evaluation.evaluate import holds_results
+
+    if out.is_file() and out.stat().st_size and not holds_results(out):
+        raise UserError(f"{out} exists and holds something else: name another file with --out")
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=out.parent):

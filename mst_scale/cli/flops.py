@@ -71,8 +71,8 @@ def add(subparsers: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     """Print the FLOPs of a config, or the paper's table."""
     if args.paper:
-        if args.method or args.match_flops or args.grow_from or args.set or args.topology:
-            others = "--method, --match-flops, --from, --set and --topology"
+        if args.method or args.match_flops or args.grow_from or args.set or args.topology or args.ranks != 1:
+            others = "--method, --match-flops, --from, --set, --ranks and --topology"
             raise UserError(f"--paper prints the paper's own runs: leave out {others}")
         found = _paper()
         print(json.dumps(found) if args.json else _paper_table(found))

@@ -101,6 +101,8 @@ def _by_phase(args: argparse.Namespace, experiment: Any, gpus: int, target: Any,
     for option, size in (("--tp", args.tp), ("--pp", args.pp), ("--sp", args.sp)):
         if size is not None:
             raise UserError(f"--by-phase chooses how GPUs share the model in each phase: omit {option}")
+    if args.goal is not None:
+        raise UserError("--goal recommends a recipe, and --by-phase numbers of GPUs: use one of them")
     if tokens is not None:
         experiment = of_tokens(experiment, tokens, own_setting(experiment, gpus).batch)
     found = by_phase(experiment, gpus, target)

@@ -147,6 +147,8 @@ def open_source(recipe: Recipe) -> Source:
     code = is_code(recipe.source)
     kind = "text" if code else _one_kind(files)
     if kind == "text":
+        if recipe.text_key != "text":
+            raise UserError(f"text files have no keys: leave out text_key {recipe.text_key!r}")
         return text_files(files, recipe.held_out, recipe.seed, recipe.max_bytes, whole_files=code)
     if kind == "lines":
         return json_lines(files, recipe.text_key, recipe.held_out, recipe.max_bytes)
@@ -355,8 +357,13 @@ def _streamed_files(files: list[File], builder: str, recipe: Recipe) -> Source:
 
 def _saved(folder: Path, recipe: Recipe) -> Source:
     """Open a data set that `save_to_disk` has written."""
+    of_hub = {"subset": None, "revision": None, "stream": False}
+    if given := [name for name, usual in of_hub.items() if getattr(recipe, name) != usual]:
+        raise UserError(f"{given[0]} is for data sets of the hub, and {folder} is one on this disk: leave it out")
     with _datasets(str(folder)) as datasets:
         content = datasets.load_from_disk(str(folder))
+    if not isinstance(content, dict) and (recipe.split, recipe.val_split) != ("train", None):
+        raise UserError(f"{folder} has no splits: leave out split and val_split")
     splits = content if isinstance(content, dict) else {recipe.split: content}
     tables: list[Any] = []
     for name in filter(None, (recipe.split, recipe.val_split)):

@@ -135,12 +135,13 @@ def evaluate(
         }
         log(f"{task.name}: " + ", ".join(f"{key} {value:.4g}" for key, value in metrics.items()))
         if out is not None and first:
-            write(_partial_of(out, result), as_json(result, indent=2) + "\n")
+            write(_partial_of(out, result), as_json(_with_others(out, result), indent=2) + "\n")
     for name, entry in before.items():  # tasks of an earlier evaluation of the same model stay
         result["tasks"].setdefault(name, entry)
     if out is not None and first:
+        whole = _with_others(out, result)
         _keep_other_results(out, result, log)
-        write(out, as_json(result, indent=2) + "\n")
+        write(out, as_json(whole, indent=2) + "\n")
         _partial_of(out, result).unlink(missing_ok=True)
     return result
 
@@ -159,6 +160,11 @@ def _finished(out: Path, wanted: Result) -> dict[str, Any]:
         if found is not None and _key(found) == _key(wanted):
             tasks.update(found["tasks"])
     return tasks
+
+
+def _with_others(out: Path, result: Result) -> Result:
+    """Add what is in the files now: another process may evaluate other tasks of the same model."""
+    return {**result, "tasks": {**_finished(out, result), **result["tasks"]}}
 
 
 def _keep_other_results(out: Path, result: Result, log: Callable[[str], None]) -> None:
@@ -189,6 +195,11 @@ def _read(path: Path) -> Result | None:
         return dict(found) if isinstance(found["tasks"], dict) and isinstance(found["settings"], dict) else None
     except (FileNotFoundError, ValueError, KeyError, TypeError, RecursionError):
         return None
+
+
+def holds_results(path: Path) -> bool:
+    """Return whether a file holds results of an evaluation."""
+    return _read(path) is not None
 
 
 def as_json(result: Result, indent: int | None = None) -> str:

@@ -30,7 +30,7 @@ import torch
 import torch.distributed as dist
 
 from mst_scale.comm import Ranks
-from mst_scale.errors import UserError
+from mst_scale.errors import DivergedError, UserError
 from mst_scale.evaluation.tasks import Doc, Documents, Task
 
 Encode = Callable[[str], Iterable[int]]
@@ -82,7 +82,11 @@ class Scorer:
 
     @torch.no_grad()
     def score(self, work: Sequence[Window]) -> list[Score]:
-        """Return one score per window, in their order and the same on every rank. A collective."""
+        """Return one score per window, in their order and the same on every rank. A collective.
+
+        Raises:
+            DivergedError: on every rank, if a score is not a number.
+        """
         rank, world = (0, 1) if self.ranks is None else (self.ranks.rank, self.ranks.world_size)
         order = sorted(range(len(work)), key=lambda i: (-len(work[i].ids), i))
         batches = [order[k : k + self.batch] for k in range(0, len(order), self.batch)]
@@ -97,6 +101,8 @@ class Scorer:
             shares = [{} for _ in range(world)]
             dist.all_gather_object(shares, mine, group=self.ranks.control)
         found = {i: score for share in shares for i, score in share.items()}
+        if any(math.isnan(score.log) for score in found.values()):  # on all ranks
+            raise DivergedError("the model computes NaN instead of logits: take a checkpoint from before it diverged")
         return [found[i] for i in range(len(work))]
 
     def _forward(self, work: Sequence[Window]) -> list[Score]:

@@ -85,13 +85,15 @@ def open_model(
         OSError: if the hub cannot be reached.
     """
     path = Path(name)
-    if is_compact(path):
+    compact = is_compact(path)
+    # of a checkpoint the fp32 masters are read
+    exported = model_config.is_transformers(path / "config.json") and finding.of_other_loops(path) is None
+    if config is not None and (compact or exported or on_hub(name)):
+        raise UserError(f"{name} holds its own config, so another one has no effect: leave out --config {config}")
+    if compact:
         return _compact(path, tokenizer, device)
-    has_config = model_config.is_transformers(path / "config.json")
-    if has_config and finding.of_other_loops(path) is None:  # of a checkpoint the fp32 masters are read
-        return _pretrained(name, path, tokenizer, device)
-    if on_hub(name):
-        return _pretrained(name, None, tokenizer, device)
+    if exported or on_hub(name):
+        return _pretrained(name, path if exported else None, tokenizer, device)
     if not path.is_dir():
         raise UserError(f"{path} is a file: give a run's folder, a checkpoint, or a model's folder")
     try:
@@ -111,7 +113,8 @@ def on_hub(name: str) -> bool:
     """
     if Path(name).exists():
         return False
-    if name.startswith(".") or not HUB_NAME.fullmatch(name):
+    below = len(Path(name).parts) > 1 and Path(name).parent.is_dir()  # a path with a mistake
+    if below or name.startswith(".") or not HUB_NAME.fullmatch(name):
         raise UserError(f"there is no {name}: give a run's folder, a checkpoint, or a model of transformers")
     return True
 

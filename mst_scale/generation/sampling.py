@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from mst_scale.errors import UserError
+from mst_scale.errors import DivergedError, UserError
 
 
 @dataclass(frozen=True)
@@ -39,10 +39,10 @@ class Sampling:
         """Return the next token of each sequence, for logits (batch, vocabulary).
 
         Raises:
-            UserError: if a logit is not a number.
+            DivergedError: if a logit is not a number.
         """
         if logits.isnan().any():
-            raise UserError("the model computes NaN instead of logits: it has diverged, so take an earlier checkpoint")
+            raise DivergedError("the model computes NaN instead of logits: take a checkpoint from before it diverged")
         if self.temperature == 0:
             return (logits == logits.amax(-1, keepdim=True)).int().argmax(-1)  # the first of several maxima
         # in float64 and from the largest logit down, so that a tiny temperature overflows nothing

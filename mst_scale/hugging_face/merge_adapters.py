@@ -53,8 +53,10 @@ def merge_adapters(model: Any, masks: Mapping[str, torch.Tensor] | str | Path | 
             near = difflib.get_close_matches(name, parameters, n=1, cutoff=0.0)
             raise UserError(
                 f"merge_adapters: the merged model has no parameter {name!r} for a mask of shape {tuple(mask.shape)}: "
-                f"the nearest is {near[0]!r} of shape {tuple(parameters[near[0]].shape)}"
+                f"the nearest is {near[0]!r} of shape {tuple(parameters[near[0]].shape)}. The adapters are merged, no "
+                "mask is applied: load base and adapters again"
             )
+    for name, mask in kept.items():
         weight = parameters[name]
         inactive = ~mask.to(weight.device)
         filled += int(weight[inactive].count_nonzero())

@@ -111,7 +111,7 @@ def open_source(path: Path, config: Path | None = None, *, causal: bool = True) 
         manifests.check(checkpoint)
     beside = config is None
     if config is None:
-        config = next((p / "config.json" for p in checkpoint.parents if (p / "config.json").is_file()), None)
+        config = next((p / "config.json" for p in checkpoint.resolve().parents if (p / "config.json").is_file()), None)
         if config is None:
             raise UserError(
                 f"there is no config.json next to {checkpoint}: pass the experiment, or the config.json of its "

@@ -6,8 +6,10 @@ import shutil
 import pytest
 import torch
 
+from mst_scale.checkpoints import finding
 from mst_scale.cli import main
 from mst_scale.errors import UserError
+from mst_scale.evaluation import evaluate
 from mst_scale.hugging_face.export import export
 from tests.support.evaluation_calls import TEXT, evaluated, rejected
 from tests.support.texts import make, rank_file
@@ -135,3 +137,51 @@ def test_a_tokenizer_that_does_not_fit(run, data, capsys, tmp_path):
     (tmp_path / "hf" / "tokenizer.json").unlink()
     (tmp_path / "hf" / "tokenizer_config.json").unlink()
     assert "--tokenizer" in rejected(capsys, str(tmp_path / "hf"), *words)
+
+
+def test_options_and_files_that_would_be_lost_are_rejected(run, data, capsys, tmp_path, monkeypatch):
+    there = ["--tasks", "lambada", "--data-dir", str(data)]
+    export(run, tmp_path / "hf")
+    assert "leave out --config" in rejected(capsys, str(tmp_path / "hf"), *there, "--config", "/nowhere.json")
+    (tmp_path / "mine.json").write_text('{"important": 1}')
+    assert "something else" in rejected(capsys, str(run), *there, "--out", str(tmp_path / "mine.json"))
+    assert (tmp_path / "mine.json").read_text() == '{"important": 1}'
+    monkeypatch.chdir(run.parent.parent)
+    assert "there is no" in rejected(capsys, f"{run.parent.name}/typo", *there), "not on the hub"
+
+
+def test_a_checkpoint_may_be_named_from_inside_its_run(run, data, capsys, tmp_path, monkeypatch):
+    words = ["--tasks", "lambada", "--data-dir", str(data), "--out", str(tmp_path / "e.json")]
+    expected = evaluated(str(run), *words, capsys=capsys)["tasks"]
+    saved = finding.locate(run)
+    (tmp_path / "best").symlink_to(saved)
+    monkeypatch.chdir(saved.parent)
+    for name in (saved.name, str(tmp_path / "best")):
+        assert evaluated(name, *words, capsys=capsys)["tasks"] == expected
+
+
+def test_a_diverged_model_has_no_score(run, data, capsys, tmp_path):
+    from safetensors.torch import load_file, save_file
+
+    export(run, tmp_path / "hf")
+    state = load_file(tmp_path / "hf" / "model.safetensors")
+    state["transformer.ln_f.weight"].fill_(float("nan"))
+    save_file(state, tmp_path / "hf" / "model.safetensors", metadata={"format": "pt"})
+    assert main(["eval", str(tmp_path / "hf"), "--tasks", "rte", "--data-dir", str(data), "--shots", "0"]) == 3
+    assert "NaN" in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_what_another_process_adds_meanwhile_stays(run, data, capsys, tmp_path, monkeypatch):
+    out = tmp_path / "e.json"
+    words = [str(run), "--data-dir", str(data), "--out", str(out), "--shots", "0"]
+    inner = evaluate.harness.evaluate_task
+
+    def meanwhile(task, *more, **named):
+        found = inner(task, *more, **named)
+        if task.name == "lambada":
+            evaluated(*words, "--tasks", "rte", capsys=capsys)
+        return found
+
+    monkeypatch.setattr(evaluate.harness, "evaluate_task", meanwhile)
+    evaluated(*words, "--tasks", "lambada", capsys=capsys)
+    assert json.loads(out.read_text())["tasks"].keys() == {"lambada", "rte"}

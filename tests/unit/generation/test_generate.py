@@ -12,7 +12,7 @@ import mst_scale
 from mst_scale import cli
 from mst_scale.compact_files.export import export_compact
 from mst_scale.data.tokenizer import load_tokenizer
-from mst_scale.errors import UserError
+from mst_scale.errors import DivergedError, UserError
 from mst_scale.generation.sampling import Sampling
 from mst_scale.generation.tokens import Decoded
 from mst_scale.hugging_face.export import export
@@ -116,7 +116,7 @@ def test_top_p_leaves_out_unlikely_tokens():
 
 @pytest.mark.parametrize("temperature", [0, 1])
 def test_logits_that_are_no_numbers_end_a_text(temperature):
-    with pytest.raises(UserError, match="NaN"):
+    with pytest.raises(DivergedError, match="NaN"):
         Sampling(temperature).choose(torch.tensor([[0.0, float("nan")]]), torch.Generator())
 
 
