@@ -7,10 +7,12 @@ before any process group exists.
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from mst_scale.config.blocks import Experiment, ModelConfig
-from mst_scale.config.deepspeed import peak_learning_rate, stage_of
+from mst_scale.config.deepspeed import BATCH_KEYS, peak_learning_rate, stage_of
 from mst_scale.config.load import read_of_run
 from mst_scale.config.parallel import check_parallel
 from mst_scale.config.support import check_supported
@@ -20,6 +22,7 @@ from mst_scale.validation import parse
 # Numbers for which Hugging Face's Trainer replaces "auto"; pretrain does not.
 _NEEDED = ("weight_decay", "eps", "betas", "muon_lr", "adam_lr")
 OPTION = "--from"  # names the smaller run
+OFFLOADS = ("offload_optimizer", "offload_param")
 # Features of DeepSpeed that our training loop does not support, even for dense runs (for sparse runs see support.py).
 _UNTESTED = ("hybrid_engine", "curriculum_learning", "progressive_layer_drop")
 
@@ -32,6 +35,7 @@ def check(experiment: Experiment) -> None:
     """
     experiment.mst.require_method()
     ds, training = experiment.deepspeed, experiment.training
+    _check_not_auto(ds)
     if ds.get("optimizer") and training.min_lr > (peak := peak_learning_rate(ds)):
         raise UserError(
             f"training.min_lr = {training.min_lr:g} is above optimizer.params.lr = {peak:g}, so the rate would rise: "
@@ -59,6 +63,17 @@ def check(experiment: Experiment) -> None:
     if experiment.treats_masked_apart:
         _check_separate_groups(experiment)
     _check_stated(experiment)
+
+
+def _check_not_auto(ds: Mapping[str, Any]) -> None:
+    """Check that values which are needed before DeepSpeed starts are none that only Trainer fills in."""
+    found: dict[str, Any] = {key: ds.get(key) for key in BATCH_KEYS}
+    for name, key in (("bf16", "enabled"), ("fp16", "enabled"), *(("zero_optimization", key) for key in OFFLOADS)):
+        inside = ds.get(name)
+        found[f"{name}.{key}"] = inside.get(key) if isinstance(inside, Mapping) else None
+    for key, value in found.items():
+        if value == "auto":
+            raise UserError(f'{key} = "auto" is filled in by Hugging Face\'s Trainer, not here: give a value')
 
 
 def _check_stated(experiment: Experiment) -> None:

@@ -154,7 +154,7 @@ def precision_of(deepspeed: Mapping[str, Any]) -> str:
     """Return the precision of the forward and backward pass: fp32, bf16 or fp16."""
     for name in ("bf16", "fp16"):
         inside = deepspeed.get(name)
-        if isinstance(inside, Mapping) and inside.get("enabled"):
+        if isinstance(inside, Mapping) and inside.get("enabled") is True:
             return name
     return "fp32"
 

@@ -15,6 +15,7 @@ import functools
 import json
 import math
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -49,8 +50,13 @@ def load(config: str | Path | dict[str, Any], overrides: Iterable[str] = (), met
     Raises:
         UserError: if the config cannot be read or is invalid.
     """
+    overrides = list(overrides)
     where, raw = _composed(config, overrides, method)
-    return resolve(raw, where)
+    found = resolve(raw, where)
+    if found.mst.method == "dense-short" and found.mst.like is None:
+        others = [one for one in overrides if one.partition("=")[0] != "mst.method"]
+        found = replace(found, with_mst=resolve(_composed(config, others, "mst")[1], where).mst)
+    return found
 
 
 def overridden_in_recipe(

@@ -6,6 +6,7 @@ Importing this file does not import torch, so that commands such as `mst plan` s
 from __future__ import annotations
 
 import difflib
+import math
 from collections.abc import Collection
 from fnmatch import fnmatchcase
 from functools import cached_property
@@ -149,10 +150,11 @@ class MSTConfig:
                 f"mst.sparsity.variation = {variation} does not work with method {self.method}: choose one of "
                 f"{', '.join(function.variations)}"
             )
-        if function is not None and function.sparsity not in (None, self.sparsity.max):
+        given = None if function is None else function.sparsity
+        if given is not None and not math.isclose(given, self.sparsity.max, rel_tol=1e-5):
             raise UserError(
                 f"mst.sparsity.max = {self.sparsity.max:g}: the mst.options of method {self.method} determine the "
-                f"sparsity; set it to {function.sparsity:g}"
+                f"sparsity; set it to {given:g}"
             )
 
     @property

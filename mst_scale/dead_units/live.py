@@ -22,7 +22,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from fractions import Fraction
 from typing import Any, ClassVar
 
 import torch
@@ -35,6 +34,7 @@ from mst_scale.dead_units import Tally, format_counts, total
 from mst_scale.dead_units.units import LineFlags, Lines, Units, find_units, positions
 from mst_scale.errors import UserError
 from mst_scale.mixed_growing import packed_bits
+from mst_scale.mixed_growing.distribution import kept_channels
 from mst_scale.mixed_growing.evolve import Change, Layer
 from mst_scale.mixed_growing.random_k import Permutation, mix64
 from mst_scale.mixed_growing.scores import Scores, mean_squares, peak_keys
@@ -43,7 +43,6 @@ from mst_scale.shard import Shard
 
 DEFAULT_STD = 0.02  # for a matrix that is all zero
 GRID = 1 << 24  # odd multiples of 2^-24 are exact in float32, and never 0
-WIDE, EIGHT = 64, 8  # of 64 units or more, a multiple of 8 is active, which suits tensor cores
 CPU = torch.device("cpu")
 
 ActiveUnits = Callable[[Units], Tensor]
@@ -262,10 +261,7 @@ class Channels:
 
     def active(self, units: Units, sparsity: float) -> Tensor:
         """Return which units are active, one flag per unit."""
-        size = units.count // units.groups
-        step = EIGHT if size >= WIDE and size % EIGHT == 0 else 1
-        kept = step * max(1, math.floor((1 - Fraction(sparsity)) * size / step + Fraction(1, 2)))
-        return self._places(units) < kept
+        return self._places(units) < kept_channels(units.count // units.groups, sparsity)
 
     def _places(self, units: Units) -> Tensor:
         """Return the position of each unit in the random order of its head."""

@@ -43,7 +43,7 @@ class Facts:
     software: dict[str, str | None]  # versions, and the digest of our sources
     hash: int
     threads: int
-    cores: int  # that this process may use
+    cores: tuple[int, ...]  # that this process may use
     device: str
     types: tuple[str, ...]  # half types that the device computes in
 
@@ -73,7 +73,7 @@ def _facts() -> Facts:
         software={"python": platform.python_version(), **versions, "sources": sources.hexdigest()[:16]},
         hash=counter_hash("doctor", 7, -1),
         threads=torch.get_num_threads(),
-        cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
+        cores=tuple(os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)),
         device=torch.cuda.get_device_name() if device() == "cuda" else "CPU",
         types=half_types(),
     )
@@ -112,10 +112,10 @@ def check_threads(of: Sequence[Facts]) -> Finding:
         return look("threads", f"{difference}: all wait for the slowest", fix)
     for host in dict.fromkeys(fact.host for fact in of):
         here = [fact for fact in of if fact.host == host]
-        threads, cores = sum(fact.threads for fact in here), max(fact.cores for fact in here)
+        threads, cores = sum(fact.threads for fact in here), len({core for fact in here for core in fact.cores})
         if threads > cores:
             return look("threads", f"the ranks of {host} have {threads} threads together on {cores} cores", fix)
-    return ok("threads", f"{of[0].threads} per rank, {of[0].cores} cores")
+    return ok("threads", f"{of[0].threads} per rank, {len(of[0].cores)} cores")
 
 
 def compare_devices(of: Sequence[Facts]) -> Finding:

@@ -78,7 +78,8 @@ def shortened(experiment: Experiment, ranks: int = 1) -> Experiment:
     if experiment.mst.method != "dense-short":
         return experiment
     if experiment.mst.like is None:
-        name, like = "method mst", replace(experiment, mst=load({"mst": {"method": "mst"}}).mst)
+        assert experiment.with_mst is not None, "load() fills it in"
+        name, like = "method mst", replace(experiment, mst=experiment.with_mst)
         experiment = replace(experiment, mst=replace(experiment.mst, method="dense"))
     else:
         path = Path(name := experiment.mst.like)

@@ -36,7 +36,7 @@ from mst_scale.flops.formulas import (
 )
 from mst_scale.hybrid_sparse_attention.pattern import ACCOUNTINGS, Pattern
 from mst_scale.mixed_growing.config import TopologyConfig, fewest, grid_shape
-from mst_scale.mixed_growing.distribution import active_counts
+from mst_scale.mixed_growing.distribution import active_counts, kept_channels
 from mst_scale.sparsity_variation import Segment
 
 OPTIMIZER_KEY = "flops_optimizer"  # the same in both accountings; only present if the optimizer's FLOPs are counted
@@ -90,6 +90,10 @@ def stretches(experiment: Experiment, *, dense_head: bool = False) -> Iterator[S
 
 def densities(experiment: Experiment, sparse: Sequence[Matrix], sparsity: float) -> dict[str, float]:
     """Return the fraction of active weights of each of these matrices, given the sparsity of all together."""
+    if experiment.mst.topology.granularity == "channel":
+        model = experiment.model
+        sizes = {m.name: model.n_embd // model.n_head if ".attention." in m.name else model.ffw for m in sparse}
+        return {name: kept_channels(size, sparsity) / size for name, size in sizes.items()}
     grids = [grid_of((m.outputs, m.inputs), experiment.mst.topology) for m in sparse]
     counts = _counts(tuple(grid.shape for grid in grids), sparsity, experiment.mst.sparsity.distribution)
     return {

@@ -32,7 +32,7 @@ from mst_scale.errors import UserError
 from mst_scale.flops import any_model
 from mst_scale.flops.formulas import newton_schulz_flops
 from mst_scale.hybrid_sparse_attention.pattern import Pattern
-from mst_scale.run_logging import run_file
+from mst_scale.run_logging import metrics, run_file
 from mst_scale.run_logging.progress import kind_of
 from mst_scale.run_logging.record import Record, Row, state_of
 from mst_scale.run_logging.run_file import RunFile
@@ -136,6 +136,7 @@ class Recording:
         tokens = int(self.before["tokens"])
         (row, self.saved_row), kept = (self.saved_row, None), step
         if row is not None:
+            row = {**self._written(row["step"]), **row}
             self.newest, self.waits, kept = row, True, row["step"] - 1
         if self.record is not None:
             self.record.layers = self.layers
@@ -153,6 +154,12 @@ class Recording:
             layers=self.layers, shows=self.shows,
         )  # fmt: skip
         self.record.restart(step, tokens, self.ledger.begun)
+
+    def _written(self, step: int) -> Row:
+        """Return the row of a step in the file: it has what the loop added after the checkpoint was saved."""
+        path = self.out / "metrics.jsonl"
+        rows = [row for row in metrics.read(path) if row.get("step") == step] if self.first and path.exists() else []
+        return dict(rows[-1]) if rows else {}
 
     # --- rows ---
 

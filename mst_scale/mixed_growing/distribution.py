@@ -31,6 +31,7 @@ RAW_MASS: dict[str, Callable[[Shape], int]] = {
     "uniform": math.prod,
 }
 """r_l · n_l of each distribution, an integer."""
+WIDE, EIGHT = 64, 8  # of 64 units or more, a multiple of 8 is active, which suits tensor cores
 
 
 def active_counts(shapes: Sequence[Shape], sparsity: float, kind: str = "erdos-renyi") -> list[int]:
@@ -52,6 +53,12 @@ def active_counts(shapes: Sequence[Shape], sparsity: float, kind: str = "erdos-r
         size if share == size else max(1, math.floor(share + Fraction(1, 2)))
         for size, share in zip(sizes, ideal, strict=True)
     ]
+
+
+def kept_channels(size: int, sparsity: float) -> int:
+    """Return how many channels of a head or an MLP are active with granularity `channel`."""
+    step = EIGHT if size >= WIDE and size % EIGHT == 0 else 1
+    return step * max(1, math.floor((1 - Fraction(sparsity)) * size / step + Fraction(1, 2)))
 
 
 def _shares(sizes: Sequence[int], mass: Sequence[int], sparsity: float) -> list[Fraction]:

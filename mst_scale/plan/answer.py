@@ -283,7 +283,9 @@ def of_tokens(experiment: Experiment, tokens: float, batch: int) -> Experiment:
 
     def scaled(owner: Any, *names: str) -> Any:
         lengths = {name: getattr(owner, name) for name in names}
-        return replace(owner, **{name: x / before if isinstance(x, int) else x for name, x in lengths.items()})
+        return replace(
+            owner, **{name: min(1.0, x / before) if isinstance(x, int) else x for name, x in lengths.items()}
+        )
 
     mst = experiment.mst
     sparsity = scaled(mst.sparsity, "warmup", "ultra", "restore", "turn", "start")

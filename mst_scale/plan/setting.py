@@ -175,7 +175,7 @@ def setting_of(experiment: Experiment, ranks: int) -> Setting:
         reuse_distance=_number(zero, "stage3_max_reuse_distance", defaults.reuse_distance),
         persistence=_number(zero, "stage3_param_persistence_threshold", defaults.persistence),
         sub_group=_number(zero, "sub_group_size", defaults.sub_group),
-        states_accumulation=isinstance(ds.get("gradient_accumulation_steps"), int),
+        states_accumulation=isinstance(ds.get("gradient_accumulation_steps"), int) or "train_batch_size" not in ds,
         tensor=sizes.tensor,
         sequence=sizes.sequence,
         pipeline=sizes.pipeline,

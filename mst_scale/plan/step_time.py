@@ -298,7 +298,7 @@ class Phase:
 
 def phases(experiment: Experiment, dense: Seconds, s: Setting, machine: Machine) -> list[Phase]:
     """Return the phases in order; their FLOPs are those of `flops.ledger.forecast`."""
-    whole, stored = forecast(experiment), stretch_settings(experiment, s)
+    whole, stored = forecast(experiment, ranks=s.data), stretch_settings(experiment, s)
     result = []
     for phase, (_, inside) in zip(whole.phases, groupby(stretches(experiment), lambda x: x.phase), strict=True):
         flops = phase.flops["causal"].total / whole.dense["causal"].total

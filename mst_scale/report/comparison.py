@@ -217,7 +217,8 @@ def _names(groups: Sequence[Group]) -> list[str | None]:
     """Return the names for the legend; a single run needs none."""
     if len(groups) == len(groups[0].runs) == 1:
         return [None]
-    return [f"{g.name} ({len(g.runs)} seeds)" if len(g.runs) > 1 else g.name for g in groups]
+    names = [f"{g.name} ({len(g.runs)} seeds)" if len(g.runs) > 1 else g.name for g in groups]
+    return [f" {name}" if name.startswith("_") else name for name in names]  # matplotlib would leave it out
 
 
 def _lines(

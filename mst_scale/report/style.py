@@ -7,6 +7,7 @@ page, the colours of a drawing become CSS variables, so that it follows the read
 
 from __future__ import annotations
 
+import hashlib
 import io
 import re
 from collections.abc import Callable, Sequence
@@ -140,9 +141,18 @@ def _settings(theme: Theme, salt: str) -> dict[str, Any]:
         "grid.color": theme.grid,
         "grid.linewidth": 0.6,
         "lines.linewidth": 1.7,
+        "text.parse_math": False,  # a $ in a name is a $
         "svg.fonttype": "none",  # text stays text: sharp, selectable, and visible to the page's tests
         "svg.hashsalt": salt,
     }
+
+
+def as_key(name: str) -> str:
+    """Return a parameter's name as part of a file name and an id: letters, digits, - and _."""
+    key = re.sub(r"[^A-Za-z0-9_-]", "-", name)
+    if key == name.replace(".", "-"):
+        return key
+    return f"{key}-{hashlib.sha256(name.encode()).hexdigest()[:6]}"  # a/b and a.b have files of their own
 
 
 def inline(svg: str, key: str, label: str) -> str:

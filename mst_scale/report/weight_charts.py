@@ -18,6 +18,7 @@ from mst_scale.report.style import (
     Missing,
     Plot,
     Theme,
+    as_key,
     format_rounded,
     line_look,
 )
@@ -84,9 +85,9 @@ def _heat_map(run: Run, name: str) -> Plot:
     if shape is not None and cells is not None:
         scale = f"{shape[0]} outputs (rows) × {shape[1]} inputs (columns)"
         scale += "." if shape == cells else f", in {cells[0]} × {cells[1]} cells."
-    key, kind = (n.removesuffix(".weight").replace(".", "-") for n in (name, kind_of(name)))
+    key, kind = (as_key(n.removesuffix(".weight")) for n in (name, kind_of(name).replace("*", "n")))
     height, choice = 4.2 if masked and not single else 2.6, f"block {block_of(name)}"
-    return Plot(f"weights-{key}", scale, draw, height, place=f"weights-{kind}".replace("*", "n"), choice=choice)
+    return Plot(f"weights-{key}", scale, draw, height, place=f"weights-{kind}", choice=choice)
 
 
 def _deviations_by_layer(run: Run) -> Plot:

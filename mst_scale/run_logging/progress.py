@@ -84,11 +84,12 @@ class ProgressLine:
         left = elapsed / max(1, row["step"] - self._first_step) * (self._total - row["step"])
         saved = []
         if row["flops"] < row["flops_dense"] or row["sparsity"]:
-            size, unit = flops_unit(row["flops_dense"] - row["flops"])
-            flops = f"{(row['flops_dense'] - row['flops']) / size:.3g} {unit} saved"
-            saved = [
-                f"{row['phase']}, sparsity {row['sparsity']:.0%} of {row['target_sparsity']:.0%}",
-                f"FLOPs ÷{row['flops_dense'] / row['flops']:.2f}, {flops}",
+            saved = [f"{row['phase']}, sparsity {row['sparsity']:.0%} of {row['target_sparsity']:.0%}"]
+            if row["flops"]:  # of some models none are counted
+                size, unit = flops_unit(row["flops_dense"] - row["flops"])
+                flops = f"{(row['flops_dense'] - row['flops']) / size:.3g} {unit} saved"
+                saved += [f"FLOPs ÷{row['flops_dense'] / row['flops']:.2f}, {flops}"]
+            saved += [
                 f"step {_duration(row['step_ms'])}" + ("" if dense_ms is None else f" (dense {_duration(dense_ms)})"),
             ]
         parts = [

@@ -41,7 +41,7 @@ class Options:
         "fewer than 8 blocks side by side.",
     )
     strides: StrictInt = Field(
-        default=2, ge=0, le=MILLION, description="Number of strides of the butterfly, the smallest first."
+        default=2, ge=0, le=24, description="Number of strides of the butterfly, the smallest first."
     )
 
     def __post_init__(self) -> None:

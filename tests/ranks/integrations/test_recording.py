@@ -315,3 +315,54 @@ def test_recorded_runs_of_two_models_are_two_groups(tmp_path):
         reader.update()
     groups = group_runs([reader.run for reader in readers])
     assert len(groups) == 2 and len({str(model_of(group.first)) for group in groups}) == 2
+
+
+def logs_after_saving(rank, world, folder):
+    """Save a checkpoint, log the loss of a validation of that step, and continue from the checkpoint."""
+    for first in (True, False):
+        engine, *_ = mst_scale.initialize(model=toy(), config=mst_config(1, world))
+        recording = mst_scale.record(engine, folder, every=2)
+        if not first:
+            engine.load_checkpoint(f"{folder}/saved")
+        for step in range(engine.mst.step, 3 if first else 6):
+            engine.backward(engine(*toy_batch(step, rank)))
+            engine.step()
+            if step == 1:
+                engine.save_checkpoint(f"{folder}/saved")
+                recording.log(val_loss=1.5)
+        recording.close()
+
+
+def test_what_is_logged_after_a_save_stays(tmp_path):
+    pool.run(logs_after_saving, 1, str(tmp_path))
+    assert {row["step"]: row.get("val_loss") for row in rows(tmp_path)} == {2: 1.5, 4: None, 6: None}
+
+
+class Batch:
+    """A batch that is no tensor and no container of tensors."""
+
+    def __init__(self, x, y):
+        self.x, self.y = x, y
+
+
+class OfBatches(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = toy()
+
+    def forward(self, batch):
+        return self.inner(batch.x, batch.y)
+
+
+def uncounted(rank, world, folder):
+    engine, *_ = mst_scale.initialize(model=OfBatches(), config=mst_config(1, world))
+    recording = mst_scale.record(engine, folder, every=1)
+    for step in range(4):
+        engine.backward(engine(Batch(*toy_batch(step, rank))))
+        engine.step()
+    recording.close()
+
+
+def test_a_model_of_which_no_flops_are_counted_is_recorded(tmp_path):
+    pool.run(uncounted, 1, str(tmp_path))
+    assert len(rows(tmp_path)) == 4

@@ -255,7 +255,7 @@ def test_the_worst_of_all_ranks_is_told_with_its_ranks():
 
 
 def test_a_rank_with_other_software_clock_threads_or_device_is_named():
-    one = ranks.Facts("a", {"torch": "2.13.0", "sources": "new"}, ranks.KNOWN_HASH, 1, 4, "CPU", ("bf16",))
+    one = ranks.Facts("a", {"torch": "2.13.0", "sources": "new"}, ranks.KNOWN_HASH, 1, (0, 1, 2, 3), "CPU", ("bf16",))
     two = replace(one, host="b")
     assert ranks.compare_software([one, two]).verdict == ranks.check_threads([one, two]).verdict == OK
     other = ranks.compare_software([one, replace(two, software={"torch": "2.9.0", "sources": "new"})])
@@ -267,6 +267,8 @@ def test_a_rank_with_other_software_clock_threads_or_device_is_named():
     assert ranks.check_threads([one, replace(two, threads=8)]).verdict == LOOK
     crowded = [replace(one, threads=4), replace(one, threads=4)]
     assert ranks.check_threads(crowded).verdict == LOOK
+    pinned = [replace(one, cores=(core,)) for core in range(3)]
+    assert ranks.check_threads(pinned).verdict == OK, "each has a core of its own"
     assert ranks.compare_devices([one, replace(two, types=())]).verdict == WRONG
     assert ranks.compare_devices([replace(one, device="H100"), two]).verdict == WRONG
     assert ranks.compare_devices([replace(one, device="H100"), replace(two, device="A100")]).verdict == LOOK

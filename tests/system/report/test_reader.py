@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -10,10 +11,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from mst_scale.cli import main
 from mst_scale.report import Report
 from mst_scale.report.groups import group_runs
 from mst_scale.report.reader import Reader
 from mst_scale.report.series import Thinned, smoothed, spread
+from mst_scale.report.style import as_key
 from mst_scale.report.summary import rows as table_rows
 from tests.support import reported_runs as runs
 from tests.support import tiny_run
@@ -303,3 +306,15 @@ def test_what_is_not_finite_is_missing():
     for value in (1.0, np.inf, np.nan, 3.0):
         table.add([value])
     np.testing.assert_array_equal(table.mean("x"), [1.0, np.nan, np.nan, 3.0])
+
+
+def test_any_name_of_a_parameter_and_of_a_run_is_shown(tmp_path):
+    keys = [as_key(name) for name in ("blocks.0.mlp.up", "m.user/item", "m.user.item", 'm."<b>')]
+    assert len(set(keys)) == 4 and keys[0] == "blocks-0-mlp-up"
+    assert all(re.fullmatch("[A-Za-z0-9_-]+", key) for key in keys)
+    made = [runs.write(tmp_path / name, "dense", steps=100, seed=1) for name in (r"a$\frac$b", "_under")]
+    for path in made:
+        (path / "config.json").unlink()
+        (path / "run.json").unlink(missing_ok=True)
+    assert main(["report", *map(str, made), "--out", str(tmp_path / "out")]) == 0
+    assert "_under" in (tmp_path / "out" / "index.html").read_text()

@@ -5,7 +5,8 @@ import typing
 import pytest
 from annotated_types import Ge, Gt, Le, Lt
 
-from mst_scale.config import METHODS, load
+from mst_scale.config import METHODS, ModelConfig, load
+from mst_scale.config.check import check
 from mst_scale.config.deepspeed import DeepSpeedKeys
 from mst_scale.config.load import BLOCKS
 from mst_scale.errors import UserError
@@ -129,3 +130,37 @@ def test_every_number_has_a_range_or_a_reason():
     """A number of ours, or of DeepSpeed's that is validated here."""
     without = {key for key, kind, metadata in NUMBERS if kind is float and None in ends(metadata)}
     assert without == WITHOUT_A_RANGE
+
+
+@pytest.mark.parametrize(
+    "training",
+    [
+        {"warmup": 900, "decay": 500},
+        {"warmup": 0.9, "decay": 0.9},
+        {"warmup": 200, "decay": 0.2, "restart": 100},
+        {"warmup": 10, "decay": 400, "restart": 100},
+    ],
+)
+def test_a_learning_rate_that_would_not_reach_its_peak_is_rejected(training):
+    with pytest.raises(UserError, match=r"training\.warmup .* do not fit"):
+        load({**MINIMAL, "training": {"steps": 1000, "lr_schedule": "wsd", **training}})
+    load({**MINIMAL, "training": {"steps": 1000, "lr_schedule": "wsd", "warmup": 0.5, "decay": 0.5}})
+
+
+@pytest.mark.parametrize(
+    "key", ["bf16.enabled", "train_micro_batch_size_per_gpu", "zero_optimization.offload_optimizer"]
+)
+def test_values_that_only_trainer_fills_in_are_rejected(key):
+    with pytest.raises(UserError, match=rf"{key} = .auto."):
+        check(load(MINIMAL, [f"{key}=auto"]))
+
+
+@pytest.mark.parametrize(("n", "m", "stated"), [(1, 3, 0.666667), (7, 10, 0.3), (1, 128, 0.992188)])
+def test_the_sparsity_that_n_of_m_asks_for_is_accepted(n, m, stated):
+    mst = {"method": "sr-ste", "options": {"n": n, "m": m}, "sparsity": {"max": stated}}
+    assert load({**MINIMAL, "mst": mst}).mst.sparsity.max == stated
+
+
+def test_the_weights_of_a_model_are_all_counted():
+    tied, own = (ModelConfig(n_layer=1, n_head=1, n_embd=8, vocab_size=64, tied_head=tied) for tied in (True, False))
+    assert own.weights - tied.weights == 64 * 8

@@ -12,6 +12,7 @@ from mst_scale.flops.budgets import shortened
 from mst_scale.flops.formulas import dense_step_flops, step_flops
 from mst_scale.flops.ledger import (
     Ledger,
+    densities,
     forecast,
     sparse_matrices,
     stretches,
@@ -108,6 +109,17 @@ def test_blocks_count_as_blocks():
     assert ultra[0].density["blocks.0.attention.proj.weight"] == 2 / 4, "0.2 · 4 blocks round to 1; the bound keeps 2"
     assert ultra[0].density["blocks.0.mlp.up.weight"] == 8 / 16
     assert ultra[0].density["wte.weight"] == 7 / 14, "50 rows are 7 block rows"
+
+
+def test_whole_channels_are_counted_in_eights():
+    """8 of 64 channels of each head are active at 96 %, and 16 of 256 neurons at 94 %."""
+    topology = {"policy": "static", "granularity": "channel", "random_ratio": 1.0, "grown_moments": "active_mean"}
+    block = {"sparsity": {"max": 0.96, "distribution": "uniform"}, "topology": topology, "targets": {"lm_head": False}}
+    model = {**RAW["model"], "n_embd": 128, "d_ff": 256}
+    e = load({**RAW, "model": model, "mst": {"method": "mst", **block}})
+    found = densities(e, sparse_matrices(e), 0.94)
+    assert set(found.values()) == {8 / 64, 16 / 256}
+    assert {value for name, value in found.items() if "attention" in name} == {8 / 64}
 
 
 def test_globs_that_match_nothing_are_rejected_without_a_model():
@@ -234,6 +246,16 @@ def test_dense_short_of_no_named_run_is_that_of_method_mst(tmp_path):
     short = shortened(load(path, method="dense-short"))
     assert short.training == named.training and short.mst.method == "dense"
     assert shortened(short) is short, "and its steps are its own"
+
+
+@pytest.mark.parametrize(
+    "mst", [{"sparsity": {"max": 0.5}}, {"attention": {"stride": 8}, "targets": {"lm_head": False}}]
+)
+def test_dense_short_of_no_named_run_keeps_what_the_config_says_of_mst(tmp_path, mst):
+    path = tmp_path / "c.json"
+    path.write_text(json.dumps({**RAW, "mst": {"method": "mst", **mst}}))
+    named = shortened(load(path, [f"mst.like={path}"], "dense-short"))
+    assert shortened(load(path, method="dense-short")).training == named.training
 
 
 def test_dense_short_of_dense_short_is_rejected(tmp_path):

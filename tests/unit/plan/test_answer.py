@@ -185,3 +185,19 @@ def test_sizes_that_a_framework_fills_in_have_their_defaults(value):
     config["zero_optimization"]["reduce_bucket_size"] = "many"
     with pytest.raises(UserError, match="reduce_bucket_size"):
         setting_of(replace(e, deepspeed=config), 8)
+
+
+def test_a_smaller_micro_batch_keeps_the_batch_of_a_config_that_states_no_other():
+    e = load("gpt2_xl", ["train_micro_batch_size_per_gpu=64"])
+    for key in ("train_batch_size", "gradient_accumulation_steps"):
+        e.deepspeed.pop(key, None)
+    with pytest.raises(UserError) as caught:
+        plan(e, 8, machine("a100-40gb", 8))
+    stated = (word.partition("=") for word in str(caught.value).split() if "=" in word)
+    sizes = {key: int(value) for key, _, value in stated if value.isdigit()}
+    assert sizes["train_micro_batch_size_per_gpu"] * sizes["gradient_accumulation_steps"] == 64
+
+
+def test_phases_that_are_longer_than_the_run_stay_so():
+    e = load("gpt2_small", ["mst.attention.dense_from=200000"])
+    assert of_tokens(e, 1e10, 512).mst.attention.dense_from == 1.0
