@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from mst_scale.config.blocks import Experiment, ModelConfig
-from mst_scale.config.deepspeed import BATCH_KEYS, peak_learning_rate, stage_of
+from mst_scale.config.deepspeed import BATCH_KEYS, peak_learning_rate, precision_of, stage_of
 from mst_scale.config.load import read_of_run
 from mst_scale.config.parallel import check_parallel
 from mst_scale.config.support import check_supported
@@ -53,6 +53,12 @@ def check(experiment: Experiment) -> None:
     kind = ds.get("data_types", {}).get("grad_accum_dtype")
     if kind not in (None, "fp32", "fp16", "bf16"):
         raise UserError(f"data_types.grad_accum_dtype must be fp32, fp16 or bf16, not {format_value(kind)}")
+    precision = precision_of(ds)
+    if kind not in (None, precision) and precision != "fp32" and stage_of(ds) == 0:
+        raise UserError(
+            f"data_types.grad_accum_dtype = {kind} with {precision} does not run at ZeRO-0: "
+            f"--set zero_optimization.stage=2, or --set data_types.grad_accum_dtype={precision}"
+        )
     if experiment.model.dropout and experiment.mst.attention.pattern != "dense":
         raise UserError(
             f"model.dropout = {experiment.model.dropout} does not work with sparse attention: set it to 0, or "

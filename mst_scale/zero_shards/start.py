@@ -35,15 +35,20 @@ ARCHITECTURES = "TORCH_CUDA_ARCH_LIST"
 MUON = "deepspeed.runtime.zero.muon.muon_optimizer"
 
 
+class WrongVersion(UserError, ImportError):
+    """DeepSpeed or torch has a version that is not supported."""
+
+
 def check_versions(deepspeed_version: str = deepspeed.__version__, torch_version: str = torch.__version__) -> None:
-    """Raise an ImportError for versions of DeepSpeed and torch that are not supported."""
+    """Raise WrongVersion for versions of DeepSpeed and torch that are not supported."""
     first, last = SUPPORTED_DEEPSPEED
     if not Version(first) <= Version(deepspeed_version) < Version(last):
-        raise ImportError(
+        raise WrongVersion(
             f"mst_scale needs DeepSpeed {first}.x, this is {deepspeed_version}: pip install 'deepspeed=={first}.*'"
         )
     if Version(torch_version) < Version(OLDEST_TORCH):
-        raise ImportError(f"mst_scale needs torch >= {OLDEST_TORCH}, this is {torch_version}")
+        needed = f"torch>={OLDEST_TORCH}"
+        raise WrongVersion(f"mst_scale needs {needed}, this is {torch_version}: pip install '{needed}'")
 
 
 def half_types() -> tuple[str, ...]:
