@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import sys
 from dataclasses import asdict
 from pathlib import Path
@@ -47,10 +48,15 @@ def is_transformers(path: Path) -> bool:
         return False
 
 
+def folders_above(checkpoint: Path) -> list[Path]:
+    """Return the folders in which a checkpoint lies, nearest first: as it is named, then as links resolve."""
+    return list(dict.fromkeys([*Path(os.path.abspath(checkpoint)).parents, *checkpoint.resolve().parents]))
+
+
 def config_of(checkpoint: Path) -> Path | None:
     """Return the file that describes a checkpoint's model: its own, or else the nearest config.json above it.
 
     The model may be ours or one of transformers.
     """
-    found = (checkpoint / NAME, *(parent / "config.json" for parent in checkpoint.resolve().parents))
+    found = (checkpoint / NAME, *(parent / "config.json" for parent in folders_above(checkpoint)))
     return next((path for path in found if path.is_file()), None)

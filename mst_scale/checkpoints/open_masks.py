@@ -55,6 +55,8 @@ class OpenMasks:
                 self.names = list(file.keys())
                 self.shapes = json.loads((file.metadata() or {}).get("shapes", "{}"))
         except (SafetensorError, ValueError) as error:
+            if path.suffix == ".safetensors":
+                raise Damaged(f"{path} is not a safetensors file, or damaged ({error})") from None
             raise UserError(f"{path} is not a safetensors file of masks ({error}): name one, or create it") from None
         except OSError as error:
             raise Damaged(f"{path} cannot be read ({error})") from None

@@ -56,6 +56,8 @@ def reshape(path: Path, out: Path | None = None) -> Reshaped:
     if out is not None and out.exists():
         raise UserError(f"{out} exists: choose another OUT")
     _refuse_damaged(source)
+    if out is None and has_copy(source) and not manifests.damage(target):
+        return _reshaped(source, target, 0.0)
     beside = target.with_name(target.name + ".lock")
     waiting = functools.partial(elapsed, f"waiting for another process, which is creating {target}")
     with locked(beside, waiting, remove=True) if out is None else contextlib.nullcontext():

@@ -114,10 +114,9 @@ class ModelConfig:
 
     @property
     def weights(self) -> int:
-        """The number of weights in its matrices, its embedding and its head."""
+        """The number of weights in its matrices and its embedding; a head of its own is not counted."""
         width = self.n_embd * (4 * self.n_embd + 2 * self.ffw)
-        heads = 1 if self.tied_head else 2
-        return self.n_layer * width + (heads * self.padded_vocab + self.seq_length) * self.n_embd
+        return self.n_layer * width + (self.padded_vocab + self.seq_length) * self.n_embd
 
     def __post_init__(self) -> None:
         if self.n_embd % self.n_head:
@@ -355,7 +354,6 @@ class TrainingConfig:
                     f"rate would {otherwise}; give it as a fraction of the run, which follows --steps "
                     f"(training.{name}=0.02)"
                 )
-        self._check_rate_fits()
         if self.memory_every and not self.async_save:
             raise UserError(
                 "training.memory_every needs the process that training.async_save starts: set that to true, or "
@@ -366,18 +364,6 @@ class TrainingConfig:
                 f"training.memory_every = {self.memory_every:,} makes no copy, because each of these steps saves a "
                 f"checkpoint (training.save_every = {self.save_every:,}): choose a smaller number, or 0"
             )
-
-    def _check_rate_fits(self) -> None:
-        """Check that warm-up and decay of the learning rate fit into the run, or into each part of it."""
-        warmup, restart = in_steps(self.warmup, self.steps), in_steps(self.restart, self.steps)
-        for part in [restart, self.steps - restart] if restart else [self.steps]:
-            decay = in_steps(self.decay, part) if self.lr_schedule == "wsd" else 0
-            if part and warmup + decay > part + 1:  # shares may be rounded up
-                of = f"one of the two parts of {part:,} steps" if restart else f"training.steps = {part:,}"
-                raise UserError(
-                    f"training.warmup ({warmup:,} steps) and training.decay ({decay:,}) do not fit into {of}: the "
-                    "learning rate would fall before it has reached its peak; shorten one of them"
-                )
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from mst_scale.config.blocks import Experiment, ModelConfig
+from mst_scale.config.blocks import Experiment, ModelConfig, TrainingConfig, in_steps
 from mst_scale.config.deepspeed import BATCH_KEYS, peak_learning_rate, precision_of, stage_of
 from mst_scale.config.load import read_of_run
 from mst_scale.config.parallel import check_parallel
@@ -36,6 +36,7 @@ def check(experiment: Experiment) -> None:
     experiment.mst.require_method()
     ds, training = experiment.deepspeed, experiment.training
     _check_not_auto(ds)
+    _check_rate_fits(training)
     if ds.get("optimizer") and training.min_lr > (peak := peak_learning_rate(ds)):
         raise UserError(
             f"training.min_lr = {training.min_lr:g} is above optimizer.params.lr = {peak:g}, so the rate would rise: "
@@ -69,6 +70,20 @@ def check(experiment: Experiment) -> None:
     if experiment.treats_masked_apart:
         _check_separate_groups(experiment)
     _check_stated(experiment)
+
+
+def _check_rate_fits(training: TrainingConfig) -> None:
+    """Check that the learning rate comes near its peak: warm-up and decay must fit into the run, or each part of it."""
+    warmup, restart = in_steps(training.warmup, training.steps), in_steps(training.restart, training.steps)
+    for part in [restart, training.steps - restart] if restart else [training.steps]:
+        decay = in_steps(training.decay, part) if training.lr_schedule == "wsd" else 0
+        if part and part - warmup < decay / 2 - 1:
+            also = f" and training.decay ({decay:,})" if decay else ""
+            of = f"one of the two parts of {part:,} steps" if restart else f"training.steps = {part:,}"
+            raise UserError(
+                f"training.warmup ({warmup:,} steps){also} do not fit into {of}: the learning rate would not reach "
+                "half of its peak; shorten one of them"
+            )
 
 
 def _check_not_auto(ds: Mapping[str, Any]) -> None:

@@ -17,13 +17,13 @@ import contextlib
 import glob
 import gzip
 import importlib.util
-import io
 import lzma
 import math
 import os
 import re
 import sys
 import sysconfig
+import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -219,7 +219,9 @@ def _kind(path: Path) -> str | None:
     suffix = path.suffix.lower()
     if suffix in COMPRESSIONS:
         inner = Path(path.stem).suffix.lower()
-        return "compressed lines" if READ_DIRECTLY.get(inner) == "lines" else BUILDERS.get(inner)
+        if READ_DIRECTLY.get(inner) == "lines":
+            return "compressed lines" if suffix != ".zst" else "json"
+        return BUILDERS.get(inner)
     return READ_DIRECTLY.get(suffix, BUILDERS.get(suffix))
 
 
@@ -236,21 +238,23 @@ def _one_kind(files: list[File]) -> str:
 
 
 def _files_below(folder: Path) -> Iterator[Path]:
-    """Yield the files in a folder and its folders, linked ones included; hidden ones are left out."""
+    """Yield the files in a folder and its folders, then those of linked folders; hidden ones are left out."""
 
     def fail(error: OSError) -> None:
         raise UserError(f"{error.filename} cannot be read ({error.strerror}): check its permissions") from None
 
-    seen = set()
-    for place, folders, names in os.walk(folder, followlinks=True, onerror=fail):
-        about = os.stat(place)
-        if (about.st_dev, about.st_ino) in seen:  # a link to a folder above it
-            folders.clear()
-            continue
-        seen.add((about.st_dev, about.st_ino))
-        folders[:] = sorted(name for name in folders if not name.startswith("."))
-        made_here = "train.bin" in names  # a corpus, which META describes
-        yield from (Path(place, n) for n in names if not n.startswith(".") and not (made_here and n == META))
+    seen, places = set(), [folder]
+    while places:
+        for place, folders, names in os.walk(places.pop(0), onerror=fail):
+            about = os.stat(place)
+            if (about.st_dev, about.st_ino) in seen:  # a link to it, or from below it
+                folders.clear()
+                continue
+            seen.add((about.st_dev, about.st_ino))
+            folders[:] = sorted(name for name in folders if not name.startswith("."))
+            places += [Path(place, name) for name in folders if os.path.islink(Path(place, name))]
+            made_here = "train.bin" in names  # a corpus, which META describes
+            yield from (Path(place, n) for n in names if not n.startswith(".") and not (made_here and n == META))
 
 
 def _is_saved(paths: list[str]) -> bool:
@@ -319,7 +323,7 @@ def _compressed_lines(files: list[File], recipe: Recipe) -> Source:
                 while True:
                     try:
                         line = lines.readline()
-                    except (OSError, EOFError, ValueError, lzma.LZMAError) as error:
+                    except (OSError, EOFError, zlib.error, lzma.LZMAError) as error:
                         raise UserError(f"{file.path} cannot be read: {_on_one_line(error)}") from None
                     if not line:
                         break
@@ -330,18 +334,11 @@ def _compressed_lines(files: list[File], recipe: Recipe) -> Source:
 
 
 def _opened(path: Path) -> Any:
-    suffix = path.suffix.lower()
-    if suffix != ".zst":
-        return {".gz": gzip, ".bz2": bz2, ".xz": lzma}[suffix].open(path, "rb")
-    try:
-        import zstandard  # type: ignore[import-not-found, unused-ignore]
-    except ImportError:
-        raise UserError(f"{path} needs the package zstandard: pip install zstandard") from None
-    return io.BufferedReader(zstandard.open(path, "rb"))
+    return {".gz": gzip, ".bz2": bz2, ".xz": lzma}[path.suffix.lower()].open(path, "rb")
 
 
 def _streamed_files(files: list[File], builder: str, recipe: Recipe) -> Source:
-    """JSON, CSV, Arrow, compressed ones too: one file after the other, as `datasets` understands them."""
+    """JSON, CSV, Arrow, and lines in .zst: one file after the other, as `datasets` understands them."""
     # pandas would read NA and null as missing, and 007 as a number
     options = {"converters": {recipe.text_key: str}, "na_filter": False} if builder == "csv" else {}
 

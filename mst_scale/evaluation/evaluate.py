@@ -30,7 +30,7 @@ import torch
 import mst_scale
 from mst_scale.comm import Ranks, logger
 from mst_scale.config import Experiment
-from mst_scale.errors import UserError
+from mst_scale.errors import DivergedError, UserError
 from mst_scale.evaluation import harness
 from mst_scale.evaluation.harness import Scorer
 from mst_scale.evaluation.models import Model, Text, our_text
@@ -260,6 +260,9 @@ class TasksDuringTraining:
                     log=lambda _: None,
                     write=write_if_possible,
                 )
+        except DivergedError as error:  # on all ranks; the losses decide whether the run continues
+            logger.warning("step %d: %s", step, error)
+            return {}
         finally:
             engine.train()
         return {

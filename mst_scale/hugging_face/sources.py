@@ -111,7 +111,9 @@ def open_source(path: Path, config: Path | None = None, *, causal: bool = True) 
         manifests.check(checkpoint)
     beside = config is None
     if config is None:
-        config = next((p / "config.json" for p in checkpoint.resolve().parents if (p / "config.json").is_file()), None)
+        config = next(
+            (p / "config.json" for p in model_config.folders_above(checkpoint) if (p / "config.json").is_file()), None
+        )
         if config is None:
             raise UserError(
                 f"there is no config.json next to {checkpoint}: pass the experiment, or the config.json of its "
@@ -309,7 +311,7 @@ def open_transformers(checkpoint: Path, config_file: Path) -> TransformersSource
     weights = multiplied_weights_of(checkpoint)
     state, untrained = untrained_of(checkpoint)
     masks = mask_files.read(mask_files.file_of(checkpoint, 0))[0] if (checkpoint / mask_files.FOLDER).is_dir() else {}
-    run = next((folder for folder in checkpoint.parents if (folder / "run.json").is_file()), None)
+    run = next((folder for folder in model_config.folders_above(checkpoint) if (folder / "run.json").is_file()), None)
     source = TransformersSource(
         checkpoint=checkpoint,
         config_file=config_file,

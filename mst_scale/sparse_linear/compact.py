@@ -102,8 +102,9 @@ class _Expanded(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(x, values)
         ctx.index, ctx.sink = how
-        ctx.positions = ctx.index.positions
-        return _dense_product(x, ctx.index.expand(values), bias, ctx.index.across)
+        matrix = ctx.index.expand(values)
+        ctx.positions = ctx.index.positions  # on the device of the values now
+        return _dense_product(x, matrix, bias, ctx.index.across)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:

@@ -89,7 +89,8 @@ class SparsityConfig:
     sparse_tokens: Annotated[StrictFloat, Field(gt=0, le=MAX_SPARSE_TOKENS)] | None = Field(
         default=None,
         description="Longest sparse phase of `sv`, `sd` and `gd` (warm-up, ultra and restoration together), in tokens "
-        "per parameter; longer phases are shortened in proportion, to at least one step each. Cannot be combined with "
+        "per parameter (those of an untied head do not count); longer phases are shortened in proportion, to at least "
+        "one step each. Cannot be combined with "
         "values of `warmup`, `ultra` or `restore`. `null`: no limit.",
     )
     stages: StrictInt = Field(default=5, ge=1, le=1000, description="Number of stages of a staged phase.")

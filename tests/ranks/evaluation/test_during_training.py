@@ -65,6 +65,14 @@ def test_a_full_disk_does_not_end_a_run(tmp_path, monkeypatch, caplog):
     assert "the run continues without it" in caplog.text
 
 
+def test_a_model_that_computes_nan_has_no_metrics_and_trains_on(tmp_path, caplog):
+    """The losses decide whether a run has diverged."""
+    tasks, experiment = tasks_of_a_run(tmp_path)
+    model = GPT(experiment.model)
+    model.ln_f.weight.data.fill_(float("nan"))
+    assert tasks.at(Engine(model), 3) == {} and "NaN" in caplog.text
+
+
 def test_a_step_that_is_reached_again_is_evaluated_again(tmp_path):
     """After a rollback it has other weights."""
     tasks, experiment = tasks_of_a_run(tmp_path)

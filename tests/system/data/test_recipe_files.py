@@ -1,7 +1,9 @@
 """Which files a source stands for, and what is said about those that cannot be read."""
 
+import bz2
 import gzip
 import json
+import lzma
 import os
 from pathlib import Path
 
@@ -10,7 +12,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from mst_scale.cli import main
-from mst_scale.data.recipe import Recipe
+from mst_scale.data.recipe import Recipe, local_files
 from mst_scale.errors import UserError
 from tests.support.texts import TEXTS, jsonl, make, read_documents
 
@@ -97,3 +99,22 @@ def test_a_damaged_journal_is_as_none(tmp_path: Path, content: str):
     (tmp_path / "out" / ".partial" / "folder").mkdir(parents=True)
     (tmp_path / "out" / ".partial" / "journal.json").write_text(content)
     assert make(source, tmp_path / "out")["splits"]["train"]["documents"] > 0
+
+
+@pytest.mark.parametrize("kind", ["gz", "bz2", "xz"])
+def test_damaged_lines_are_one_error(tmp_path: Path, kind: str):
+    module = {"gz": gzip, "bz2": bz2, "xz": lzma}[kind]
+    content = bytearray(module.compress("".join(json.dumps({"text": text}) + "\n" for text in TEXTS).encode()))
+    path = tmp_path / f"a.jsonl.{kind}"
+    for broken in (content[: len(content) // 2], content[:400] + bytes(40) + content[440:]):
+        path.write_bytes(broken)
+        with pytest.raises(UserError, match=rf"a\.jsonl\.{kind}"):
+            read_documents(path)
+
+
+def test_a_linked_folder_renames_no_file(tmp_path: Path):
+    (tmp_path / "b" / "c").mkdir(parents=True)
+    (tmp_path / "b" / "c" / "x.txt").write_text("x")
+    before = local_files(Recipe(str(tmp_path), "byte"))
+    (tmp_path / "a").symlink_to(tmp_path / "b" / "c")
+    assert local_files(Recipe(str(tmp_path), "byte")) == before

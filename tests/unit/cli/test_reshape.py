@@ -71,6 +71,16 @@ def test_a_conversion_that_fails_leaves_nothing(folder, monkeypatch, capsys):
     assert not list(folder.glob("universal*"))
 
 
+def test_a_copy_on_a_disk_that_cannot_be_written_is_used(folder, monkeypatch):
+    module.reshape(folder)
+
+    def locked(*_, **__):
+        raise OSError("Read-only file system")
+
+    monkeypatch.setattr(module, "locked", locked)
+    assert module.reshape(folder).seconds == 0
+
+
 def test_two_processes_at_a_time_create_one_copy(folder, monkeypatch):
     converted = []
 

@@ -11,6 +11,7 @@ from mst_scale.cli import main
 from mst_scale.errors import UserError
 from mst_scale.evaluation import evaluate
 from mst_scale.hugging_face.export import export
+from mst_scale.hugging_face.sources import open_source
 from tests.support.evaluation_calls import TEXT, evaluated, rejected
 from tests.support.texts import make, rank_file
 
@@ -158,6 +159,9 @@ def test_a_checkpoint_may_be_named_from_inside_its_run(run, data, capsys, tmp_pa
     monkeypatch.chdir(saved.parent)
     for name in (saved.name, str(tmp_path / "best")):
         assert evaluated(name, *words, capsys=capsys)["tasks"] == expected
+    shutil.copytree(run, tmp_path / "copy", ignore=shutil.ignore_patterns("checkpoints"))
+    (tmp_path / "copy" / "checkpoints").symlink_to(saved.parent)  # on another disk
+    assert open_source(tmp_path / "copy").run == tmp_path / "copy"
 
 
 def test_a_diverged_model_has_no_score(run, data, capsys, tmp_path):
