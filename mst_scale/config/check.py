@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from mst_scale.config.blocks import Experiment, ModelConfig, TrainingConfig, in_steps
-from mst_scale.config.deepspeed import BATCH_KEYS, peak_learning_rate, precision_of, stage_of
+from mst_scale.config.deepspeed import peak_learning_rate, precision_of, stage_of
 from mst_scale.config.load import read_of_run
 from mst_scale.config.parallel import check_parallel
 from mst_scale.config.support import check_supported
@@ -73,28 +73,25 @@ def check(experiment: Experiment) -> None:
 
 
 def _check_rate_fits(training: TrainingConfig) -> None:
-    """Check that the learning rate comes near its peak: warm-up and decay must fit into the run, or each part of it."""
+    """Check that the learning rate comes near its peak: warm-up and decay must fit into each part of the run."""
     warmup, restart = in_steps(training.warmup, training.steps), in_steps(training.restart, training.steps)
     for part in [restart, training.steps - restart] if restart else [training.steps]:
         decay = in_steps(training.decay, part) if training.lr_schedule == "wsd" else 0
-        if part and part - warmup < decay / 2 - 1:
+        if part and part - warmup < decay / 4 - 1:
             also = f" and training.decay ({decay:,})" if decay else ""
             of = f"one of the two parts of {part:,} steps" if restart else f"training.steps = {part:,}"
             raise UserError(
                 f"training.warmup ({warmup:,} steps){also} do not fit into {of}: the learning rate would not reach "
-                "half of its peak; shorten one of them"
+                "a quarter of its peak; shorten one of them"
             )
 
 
 def _check_not_auto(ds: Mapping[str, Any]) -> None:
     """Check that values which are needed before DeepSpeed starts are none that only Trainer fills in."""
-    found: dict[str, Any] = {key: ds.get(key) for key in BATCH_KEYS}
     for name, key in (("bf16", "enabled"), ("fp16", "enabled"), *(("zero_optimization", key) for key in OFFLOADS)):
         inside = ds.get(name)
-        found[f"{name}.{key}"] = inside.get(key) if isinstance(inside, Mapping) else None
-    for key, value in found.items():
-        if value == "auto":
-            raise UserError(f'{key} = "auto" is filled in by Hugging Face\'s Trainer, not here: give a value')
+        if isinstance(inside, Mapping) and inside.get(key) == "auto":
+            raise UserError(f'{name}.{key} = "auto" is filled in by Hugging Face\'s Trainer, not here: give a value')
 
 
 def _check_stated(experiment: Experiment) -> None:
