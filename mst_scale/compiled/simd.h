@@ -72,14 +72,16 @@ template <class T> struct Exp2 {
     INLINE Vec<T> operator()(Vec<T> x) const {
         constexpr double LN2 = 0.69314718055994530942;
         const auto tiny = x <= least;  // whatever comes of these below is replaced by 0
-        const Vec<T> rounded = fused(x, factor, splat<T>(S::ROUND)), r = fused(x, factor, S::ROUND - rounded);
+        const Vec<T> zero = splat<T>(S::ROUND), any = fused(x, factor, zero);
+        const Vec<T> rounded = any < zero ? any : zero;  // not NaN, whose bits would change the exponent
+        const Vec<T> r = fused(x, factor, zero - rounded);
         double c[S::DEGREE + 1];
         c[0] = 1;
         for (int k = 1; k <= S::DEGREE; k++) c[k] = c[k - 1] * LN2 / k;
         Vec<T> p = splat<T>(T(c[S::DEGREE]));
         for (int k = S::DEGREE - 1; k >= 0; k--) p = fused(p, r, splat<T>(T(c[k])));
         const auto scaled = (typename S::I)p + ((typename S::I)rounded << S::MANTISSA);
-        return tiny ? Vec<T>{} : x == x ? (Vec<T>)scaled : x;
+        return tiny ? Vec<T>{} : (Vec<T>)scaled;
     }
 };
 // Two vectors with their blocks of S lanes exchanged: `low` is a's even blocks with b's between them, `high` the odd ones.
