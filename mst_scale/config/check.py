@@ -73,7 +73,7 @@ def check(experiment: Experiment) -> None:
 
 
 def _check_rate_fits(training: TrainingConfig) -> None:
-    """Check that the learning rate comes near its peak: warm-up and decay must fit into each part of the run."""
+    """Check that the learning rate reaches a quarter of its peak in each part of the run; a recorded study has half."""
     warmup, restart = in_steps(training.warmup, training.steps), in_steps(training.restart, training.steps)
     for part in [restart, training.steps - restart] if restart else [training.steps]:
         decay = in_steps(training.decay, part) if training.lr_schedule == "wsd" else 0

@@ -305,6 +305,8 @@ def _parquet(files: list[File], recipe: Recipe) -> Source:
                 try:
                     texts = next(found, None)
                 except (pa.ArrowException, UnicodeDecodeError, OSError) as error:
+                    if getattr(error, "errno", None) is not None:
+                        raise  # the disk or the network failed, not the file
                     raise UserError(f"{file.path} is damaged ({_on_one_line(error)}): copy it again") from None
                 if texts is None:
                     break
@@ -324,6 +326,8 @@ def _compressed_lines(files: list[File], recipe: Recipe) -> Source:
                     try:
                         line = lines.readline()
                     except (OSError, EOFError, zlib.error, lzma.LZMAError) as error:
+                        if getattr(error, "errno", None) is not None:
+                            raise  # the disk or the network failed, not the file
                         raise UserError(f"{file.path} cannot be read: {_on_one_line(error)}") from None
                     if not line:
                         break
