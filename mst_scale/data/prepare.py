@@ -36,8 +36,10 @@ from tqdm import tqdm  # type: ignore[import-untyped]
 import mst_scale
 from mst_scale.comm import may_rewrite
 from mst_scale.data.corpus import FORMAT, META, SPLITS, SplitFile, UnfinishedCorpus, check_sizes, read_meta
-from mst_scale.data.recipe import STDLIB, Recipe, local_files, open_source
-from mst_scale.data.sources import PIECE_BYTES, Piece, Source, describe_files
+from mst_scale.data.opening import open_source
+from mst_scale.data.recipe import STDLIB, Recipe
+from mst_scale.data.source_files import describe_files, local_files
+from mst_scale.data.sources import PIECE_BYTES, Piece, Source
 from mst_scale.data.tokenizer import Tokenizer, is_file, load_tokenizer, token_dtype
 from mst_scale.errors import Damaged, UserError
 from mst_scale.files import locked

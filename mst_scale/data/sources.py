@@ -7,8 +7,8 @@ A `Source` is read in one process, in a fixed order. There are four kinds:
   files).
 - `json_lines`: one document per line. Validation: the lines that start in the first `val_fraction` of each MiB, so that
   it is spread evenly and does not depend on how the data is divided into files.
-- `stream`: documents one after another, from Parquet files and what `datasets` streams. Validation: the first of every
-  1 / val_fraction documents.
+- `stream`: documents one after another, from compressed JSON lines, Parquet files and what `datasets` streams.
+  Validation: the first of every 1 / val_fraction documents.
 - `rows`: a data set of the Hugging Face hub or of `save_to_disk`, memory-mapped by `datasets`. Validation: nanoGPT's
   `train_test_split(test_size=val_fraction, seed=seed, shuffle=True)`, in its order, so that `openwebtext` with `gpt2`
   gives nanoGPT's files byte for byte.
@@ -22,18 +22,22 @@ newlines to what stands before them.
 
 from __future__ import annotations
 
+import bz2
 import codecs
-import hashlib
+import gzip
+import io
 import json
+import lzma
 import math
-import os
 import re
-from collections.abc import Callable, Iterable, Iterator
+import zlib
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import IO, Any, BinaryIO, NamedTuple
 
+from mst_scale.data.source_files import File, describe_files
 from mst_scale.errors import UserError
 from mst_scale.randomness import counter_hash
 
@@ -118,40 +122,6 @@ def _document(split: int, text: str, amount: int) -> Iterator[Piece]:
 # Files --------------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class File:
-    """A file of a source. `name` is relative to the folder that all files share: the same wherever that folder is."""
-
-    path: Path
-    name: str
-    size: int
-
-
-def list_files(paths: Iterable[Path]) -> list[File]:
-    """Return the files in the order of their names, without empty ones and repetitions.
-
-    Raises:
-        UserError: if a name is not UTF-8.
-    """
-    paths = sorted({Path(os.path.abspath(path)) for path in paths})
-    for path in paths:
-        if any("\udc80" <= character <= "\udcff" for character in str(path)):
-            raise UserError(f"the name of {os.fsencode(path)!r} is not UTF-8: rename it")
-    root = os.path.commonpath([path.parent for path in paths]) if paths else ""
-    files = [File(path, path.relative_to(root).as_posix(), path.stat().st_size) for path in paths]
-    return [file for file in files if file.size]
-
-
-def describe_files(files: list[File]) -> dict[str, Any]:
-    """Return the description of a source that consists of these files."""
-    listing = "".join(f"{file.name}\0{file.size}\n" for file in files)
-    return {
-        "files": len(files),
-        "bytes": sum(file.size for file in files),
-        "listing_sha256": hashlib.sha256(listing.encode()).hexdigest(),
-    }
-
-
 def _limited(files: list[File], max_bytes: int | None, whole_files: bool = False) -> list[tuple[File, int]]:
     """Return the files, and how many bytes of each, that make up the first `max_bytes`.
 
@@ -234,6 +204,38 @@ def json_lines(files: list[File], text_key: str, val_fraction: float, max_bytes:
             base += size
 
     return Source(describe_files(files), documents, n_bytes)
+
+
+def compressed_lines(files: list[File], text_key: str, val_fraction: float, max_bytes: int | None) -> Source:
+    """Read the same from compressed files, as a stream: bytes are counted, and documents chosen, after unpacking."""
+
+    def batches() -> Batches:
+        for file in files:
+            at = 0
+            with _unpacked(file.path) as lines:
+                while True:
+                    try:
+                        line = lines.readline()
+                    except (OSError, EOFError, zlib.error, lzma.LZMAError) as error:
+                        if getattr(error, "errno", None) is not None:
+                            raise  # the disk or the network failed, not the file
+                        raise UserError(f"{file.path} is damaged ({error}): copy it again") from None
+                    if not line:
+                        break
+                    yield None, [text_of_line(line, file.path, at, text_key)]
+                    at += len(line)
+
+    return stream(batches, describe_files(files), val_fraction, max_bytes)
+
+
+def _unpacked(path: Path) -> IO[bytes]:
+    suffix = path.suffix.lower()
+    if suffix == ".zst":
+        import pyarrow  # type: ignore[import-untyped]
+
+        return io.BufferedReader(pyarrow.input_stream(str(path), compression="zstd"))
+    opened: IO[bytes] = {".gz": gzip, ".bz2": bz2, ".xz": lzma}[suffix].open(path, "rb")
+    return opened
 
 
 def text_of_line(line: bytes, path: Path, at: int, text_key: str) -> str | None:

@@ -7,8 +7,9 @@ import json
 import random
 from pathlib import Path
 
+from mst_scale.data.opening import open_source
 from mst_scale.data.prepare import prepare
-from mst_scale.data.recipe import Recipe, open_source
+from mst_scale.data.recipe import Recipe
 from mst_scale.data.sources import VAL
 
 WORDS = ["the", "theory", "of", "hat", "x1", "naïve", "漢字", "def f(a):", "return", "\t", "  ", "it's", "42", "…"]

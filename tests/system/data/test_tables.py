@@ -15,8 +15,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from mst_scale.data.recipe import Recipe, hub
+from mst_scale.data.recipe import Recipe
 from mst_scale.data.sources import VAL
+from mst_scale.data.tables import hub
 from mst_scale.data.tokenizer import load_tokenizer
 from mst_scale.errors import UserError
 from tests.support.texts import TEXTS, make, rank_file, saved

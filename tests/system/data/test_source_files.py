@@ -12,7 +12,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from mst_scale.cli import main
-from mst_scale.data.recipe import Recipe, local_files
+from mst_scale.data.recipe import Recipe
+from mst_scale.data.source_files import local_files
 from mst_scale.errors import UserError
 from tests.support.texts import TEXTS, jsonl, make, read_documents
 
@@ -101,10 +102,26 @@ def test_a_damaged_journal_is_as_none(tmp_path: Path, content: str):
     assert make(source, tmp_path / "out")["splits"]["train"]["documents"] > 0
 
 
-@pytest.mark.parametrize("kind", ["gz", "bz2", "xz"])
+COMPRESS = {
+    "gz": gzip.compress,
+    "bz2": bz2.compress,
+    "xz": lzma.compress,
+    "zst": lambda data: pa.compress(data, codec="zstd", asbytes=True),
+}
+
+
+@pytest.mark.parametrize("kind", COMPRESS)
+def test_compressed_lines_are_read(tmp_path: Path, kind: str):
+    lines = "".join(json.dumps({"text": text}) + "\n" for text in TEXTS).encode()
+    path = tmp_path / f"a.jsonl.{kind}"
+    path.write_bytes(COMPRESS[kind](lines) + COMPRESS[kind](b'{"text": "the second part"}\n'))
+    got = read_documents(path, val_fraction=0.1)
+    assert sorted(got["train"] + got["val"]) == sorted([*filter(None, TEXTS), "the second part"])
+
+
+@pytest.mark.parametrize("kind", COMPRESS)
 def test_damaged_lines_are_one_error(tmp_path: Path, kind: str):
-    module = {"gz": gzip, "bz2": bz2, "xz": lzma}[kind]
-    content = bytearray(module.compress("".join(json.dumps({"text": text}) + "\n" for text in TEXTS).encode()))
+    content = bytearray(COMPRESS[kind]("".join(json.dumps({"text": text}) + "\n" for text in TEXTS).encode()))
     path = tmp_path / f"a.jsonl.{kind}"
     for broken in (content[: len(content) // 2], content[:400] + bytes(40) + content[440:]):
         path.write_bytes(broken)
