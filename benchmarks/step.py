@@ -124,7 +124,7 @@ def check_options(options: argparse.Namespace) -> None:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the benchmark and print its results."""
     given = list(sys.argv[1:] if arguments is None else arguments)
-    device = Parser(prog="mst bench step", add_help=False, allow_abbrev=False)
+    device = Parser(prog="mst bench step", add_help=False)
     device.add_argument("--device", choices=("cuda",))
     where, others = device.parse_known_args(given)
     if where.device:

@@ -1,4 +1,6 @@
-"""Writes files so that others see the old content or the new one, whenever a process is killed and whoever else writes.
+"""Writes files so that readers see the old content or the new one, whenever the writer is killed.
+
+Several processes that may write one file at a time hold its lock.
 
 What is unfinished has a name that ends in `.partial`.
 """

@@ -19,7 +19,7 @@ def tag_of(step: int) -> str:
 def step_of(checkpoint: Path) -> int:
     """Return the step of a checkpoint by the name of its folder; -1 if this is another folder."""
     digits = checkpoint.name.removeprefix("step")
-    return int(digits) if checkpoint.name.startswith("step") and digits.isdigit() else -1
+    return int(digits) if checkpoint.name.startswith("step") and digits.isascii() and digits.isdigit() else -1
 
 
 def list_tags(folder: Path) -> list[str]:

@@ -229,7 +229,7 @@ def _fitting(checkpoint: Path, state: MaskState, saved: Mapping[str, Any] | None
             limit = old if what == "schedule" else ""
             raise UserError(
                 f"{checkpoint} was trained with another {what} of the masks: restore training.steps, the seed and the "
-                f"mst block{limit}, or continue dense with --method dense"
+                f"mst block{limit}, or continue with method dense"
             )
     return found
 

@@ -9,6 +9,7 @@ removed only after the newer one has been read back from disk and matches its di
 from __future__ import annotations
 
 import os
+import secrets
 import shutil
 import time
 from collections.abc import Callable
@@ -150,9 +151,16 @@ def _write(engine: Any, folder: Path, tag: str, state: dict[str, Any], snapshot:
 
 
 def _remove(checkpoint: Path) -> None:
-    """Rename a checkpoint, then delete it: a removal that is killed half-way leaves no folder that looks complete."""
-    doomed = checkpoint.with_name(f"{checkpoint.name}.old{PARTIAL}")
-    os.rename(checkpoint, doomed)
+    """Rename a checkpoint, then delete it: a removal that is killed half-way leaves no folder that looks complete.
+
+    The name is a new one, because NFS may keep a part of a folder that was deleted while a file of it was open.
+    """
+    doomed = checkpoint.with_name(f"{checkpoint.name}.{secrets.token_hex(4)}{PARTIAL}")
+    try:
+        os.rename(checkpoint, doomed)
+    except OSError as error:
+        logger.error("cannot remove the older checkpoint %s: %s", checkpoint, error)
+        return
     _delete(doomed)
 
 

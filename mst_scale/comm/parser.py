@@ -72,6 +72,9 @@ CHECKED_ELSEWHERE = ("set", "prompt")  # by the config, and by the tokenizer; a 
 class Parser(argparse.ArgumentParser):
     """An `argparse.ArgumentParser` whose errors are one line, printed by the first of several ranks."""
 
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options, allow_abbrev=False)  # an abbreviation would escape the launchers' checks
+
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """Parse as argparse does, but replace deprecated option names and reject unprintable values."""
         given = list(sys.argv[1:] if args is None else args)

@@ -370,7 +370,10 @@ class Watch:
             assert self.ranks is not None and self.lost is not None
             lost_first = self.lost.startswith("rank 0 ")
             if self.ranks.first or (lost_first and self.ranks.local_rank <= 1):
-                print(f"\nmst_scale: {self.lost}. The other ranks exit now{self.advice}", file=sys.stderr, flush=True)
+                with contextlib.suppress(OSError):  # a log on a full disk must not keep this process alive
+                    print(
+                        f"\nmst_scale: {self.lost}. The other ranks exit now{self.advice}", file=sys.stderr, flush=True
+                    )
             elif lost_first:
                 time.sleep(NAMED_BY_ANOTHER)  # which must notice its silence, and not that this rank has killed it
             _kill_siblings(self.lost.replace("rank 0 ", f"rank 0 {self.first} ", 1))

@@ -88,9 +88,9 @@ def run(as_json: bool, full: bool = False, tune: bool = False) -> tuple[bool, Ra
             report.add([*machine.check_versions(), failed("mst_scale", error, "fix what is wrong above")])
             report.end(time.monotonic() - began)
             return False, None
-        report.add(run_each({"build locks": machine.locks}))  # before DeepSpeed builds anything
+        stale = run_each({"build locks": machine.locks})  # before DeepSpeed builds anything
         group, met = meet(lambda: comm.init(through_deepspeed=full))
-        fine = examine(group, [Check("meeting", lambda _: [met]), *checks], report.add)
+        fine = examine(group, [Check("meeting", lambda _: [*stale, met]), *checks], report.add)
         report.end(time.monotonic() - began, full)
         return fine, group
 
@@ -102,6 +102,8 @@ def leave(fine: bool, group: Ranks | None) -> NoReturn:
             group.any(False)
     elif comm.launched_rank() != 0:
         time.sleep(LINGER)
+    if not fine and comm.launched_rank() == 0:
+        comm.tell_launcher("MST_UNFIT")
     comm.leave(0 if fine else 1)
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import re
 import resource
 import shutil
 import subprocess
@@ -18,13 +19,14 @@ from mst_scale.errors import UserError
 
 SCRIPTS = shipped_folder("launchers")
 ROOT = SCRIPTS.parent  # the clone, or the package where it is installed
-# What hostfile and mpi carry to the other nodes, with every variable that begins with NCCL_.
+# What hostfile and mpi carry to the other nodes, with what cluster.sh has set.
 CARRIED = (
     "PATH", "PYTHONPATH", "LD_LIBRARY_PATH", "OMP_NUM_THREADS", "PYTORCH_CUDA_ALLOC_CONF",
     "TORCH_NCCL_ASYNC_ERROR_HANDLING", "GLOO_SOCKET_IFNAME", "DEEPSPEED_TIMEOUT", "PYTHONUNBUFFERED",
     "PYTHONFAULTHANDLER", "TORCH_EXTENSIONS_DIR", "DS_ACCELERATOR", "HF_HOME",
     "MST_LAUNCHER", "MST_RESTART", "MST_RESIZED", "MST_START", "MST_TRACEBACK", "MST_PROGRESS",
 )  # fmt: skip
+CARRIED_PREFIXES = ("NCCL_", "FI_", "UCX_", "TORCH_", "TRITON_", "MST_SCALE_")
 OF_THE_SHELL = ("_", "PWD", "OLDPWD", "SHLVL")
 
 
@@ -57,8 +59,13 @@ def load_cluster_settings() -> None:
     if shell.returncode != 0:
         raise UserError(f"{script} fails with exit code {shell.returncode}: fix what it says above")
     variables = dict(line.split("=", 1) for line in os.fsdecode(shell.stdout).split("\0") if "=" in line)
-    os.environ.update({name: value for name, value in variables.items() if name not in OF_THE_SHELL})
+    new = {name: value for name, value in variables.items() if os.environ.get(name) != value}
+    os.environ.update({name: value for name, value in new.items() if name not in OF_THE_SHELL})
+    _set_by_cluster.update(new.keys() - set(OF_THE_SHELL))
     _set_limits()
+
+
+_set_by_cluster: set[str] = set()
 
 
 def _set_limits() -> None:
@@ -75,8 +82,8 @@ def _set_limits() -> None:
 
 def carried_variables() -> dict[str, str]:
     """Return the variables that ranks on other nodes must have too, as far as they are set."""
-    names = (*CARRIED, *sorted(name for name in os.environ if name.startswith("NCCL_")))
-    return {name: os.environ[name] for name in names if name in os.environ}
+    more = sorted(name for name in os.environ if name.startswith(CARRIED_PREFIXES) or name in _set_by_cluster)
+    return {name: os.environ[name] for name in dict.fromkeys((*CARRIED, *more)) if name in os.environ}
 
 
 def shown_variables() -> dict[str, str]:
@@ -85,17 +92,27 @@ def shown_variables() -> dict[str, str]:
 
 
 def gpus() -> list[str]:
-    """Return the numbers of the GPUs that this machine lets us use, without importing torch, which takes seconds."""
+    """Return the names of the GPUs that this machine lets us use, without importing torch, which takes seconds.
+
+    They are those of CUDA_VISIBLE_DEVICES that exist, or else the numbers of all that nvidia-smi lists.
+    """
     if os.environ.get("DS_ACCELERATOR") == "cpu":
         return []
+    try:
+        listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=False, timeout=30).stdout
+        there = dict(re.findall(r"^GPU (\d+): .*\(UUID: (\S+)\)", listed, re.MULTILINE))
+    except (OSError, subprocess.TimeoutExpired):  # some containers have GPUs without this program
+        there = None
     if (visible := os.environ.get("CUDA_VISIBLE_DEVICES")) is not None:
         names = [name.strip() for name in visible.split(",")]  # CUDA ignores what follows an invalid one, such as -1
-        return list(itertools.takewhile(lambda name: name and not name.startswith("-"), names))
-    try:
-        listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=False).stdout
-    except OSError:  # some containers have GPUs without this program
+        names = list(itertools.takewhile(lambda name: name and not name.startswith("-"), names))
+        if there is None:
+            return names
+        known = tuple(there.values())
+        return [n for n in names if n in there or n.startswith("MIG") or any(uuid.startswith(n) for uuid in known)]
+    if there is None:
         return [str(number) for number, _ in enumerate(Path("/dev").glob("nvidia[0-9]*"))]
-    return [str(number) for number in range(sum(line.startswith("GPU") for line in listed.splitlines()))]
+    return list(there)
 
 
 def default_processes() -> int:

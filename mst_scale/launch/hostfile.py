@@ -123,7 +123,7 @@ def main(words: list[str]) -> int:
 def _read(hostfile: Path) -> list[tuple[str, int]]:
     """Return the machines with their numbers of processes, line after line."""
     try:
-        lines = hostfile.read_text().splitlines()
+        lines = hostfile.read_text(errors="replace").splitlines()
     except FileNotFoundError:
         raise UserError(f"there is no hostfile {hostfile}") from None
     found: list[tuple[str, int]] = []

@@ -98,7 +98,7 @@ def main(words: list[str]) -> int:
 def _nodes(hostfile: Path, processes: int) -> list[tuple[str, int]]:
     """Return how many ranks each line gets: as many as it says, and no more than are left."""
     found, left = [], processes
-    for line in hostfile.read_text().splitlines():
+    for line in hostfile.read_text(errors="replace").splitlines():
         if match := LINE.match(line.partition("#")[0]):
             count = min(int(match[2] or 1), left)
             left -= count

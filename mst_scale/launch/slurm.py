@@ -33,6 +33,7 @@ clone you can also call launchers/slurm.sh.
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 from collections.abc import Sequence
@@ -64,6 +65,12 @@ def main(words: list[str]) -> int:
         lists=["--sbatch"],
         flags=["--doctor", "--dry-run"],
     )  # fmt: skip
+    limit = None if options.time is None else _seconds(options.time)
+    if limit is not None and options.grace >= limit:
+        raise UserError(
+            f"--grace {options.grace} leaves nothing of --time {options.time}: each job would be warned as soon as it "
+            "begins; give more time"
+        )
     if options.starter not in ("srun", "deepspeed"):
         raise UserError(f"--starter {options.starter}: choose srun or deepspeed")
     ranks, cpus = options.ranks_per_node, options.cpus_per_rank
@@ -93,6 +100,8 @@ def main(words: list[str]) -> int:
             submit.append(f"--{name.replace('_', '-')}={value}")
     submit += options.sbatch
     exported = {}
+    for name in (slurm_job.ELASTIC, "MST_DOCTOR"):  # sbatch would hand on those of this shell
+        os.environ.pop(name, None)
     if options.gpus_per_node > 0:
         submit.append(f"--gpus-per-node={options.gpus_per_node}")
     else:
@@ -133,6 +142,18 @@ def main(words: list[str]) -> int:
         else:
             before = _submitted(command, share)
     return 0
+
+
+def _seconds(time: str) -> int | None:
+    """Return a time limit in seconds: minutes, M:S, H:M:S, D-H, D-H:M or D-H:M:S; None if it is none of them."""
+    if not (found := re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", time)):
+        return None
+    days, *parts = (None if part is None else int(part) for part in found.groups())
+    given = [part for part in parts if part is not None]
+    if days is None and len(given) < 3:
+        given.insert(0, 0)
+    hours, minutes, seconds = (*given, 0, 0)[:3]
+    return (((days or 0) * 24 + hours) * 60 + minutes) * 60 + seconds
 
 
 def _submitted(command: list[str], share: Share) -> str:

@@ -91,6 +91,8 @@ class Job:
         comment = output_of("squeue", "--noheader", f"--jobs={self.number}", "--format=%k").strip()
         counted = FAILURES.fullmatch(comment)
         self._comment, self.failures = (counted[1], int(counted[2])) if counted else (comment, 0)
+        if not comment:  # no answer: each requeue counts, so that their number stays limited
+            self.failures = int(os.environ.get("SLURM_RESTART_COUNT") or 0)
         self._comment = "" if self._comment == "(null)" else self._comment
 
     def nodes(self) -> list[str]:
@@ -129,10 +131,13 @@ class Job:
         """Let the ranks save and end, which srun hands on to them, or end srun if it is stuck."""
         send(pids, signal.SIGKILL if self.is_stuck() else signal.SIGUSR1)
 
-    def count_failure(self) -> None:
-        """Keep in the job's comment that it has failed once more."""
+    def requeue_failed(self, scratch: tempfile.TemporaryDirectory[str], code: int) -> int:
+        """Queue the job again as one that has failed once more, which its comment keeps."""
         counted = f"{self._comment} mst_failures={self.failures + 1}".strip()
-        output_of("scontrol", "update", f"JobId={self.number}", f"Comment={counted}")
+        if error := _error_of("scontrol", "update", f"JobId={self.number}", f"Comment={counted}"):
+            say(f"the job is not queued again, because its failures cannot be counted ({error}): submit it once more")
+            return code or 1
+        return self.requeue(scratch, code)
 
     def requeue(self, scratch: tempfile.TemporaryDirectory[str], code: int) -> int:
         """Queue the job again, and wait for Slurm to end this one, with a SIGTERM that we would not heed.
@@ -140,18 +145,19 @@ class Job:
         Returns:
             If Slurm does not queue it again, the exit code of the job, which is not 0: nothing continues the run.
         """
-        asked = subprocess.run(
-            ["scontrol", "requeue", self.number], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-            check=False,
-        )  # fmt: skip
-        if asked.returncode:
-            why = asked.stdout.strip() or f"scontrol ended with {asked.returncode}"
-            say(f"Slurm does not queue the job again ({why}): submit it once more, which continues its run")
+        if error := _error_of("scontrol", "requeue", self.number):
+            say(f"Slurm does not queue the job again ({error}): submit it once more, which continues its run")
             return code or 1
         scratch.cleanup()
         sys.stdout.flush()
         unblock()
         os.execvp("sleep", ["sleep", "60"])
+
+
+def _error_of(*command: str) -> str:
+    """Run a command; return what it prints if it fails, else nothing."""
+    child = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
+    return (child.stdout.strip() or f"{command[0]} ended with {child.returncode}") if child.returncode else ""
 
 
 def _hosts(node_list: str) -> list[str]:
@@ -224,23 +230,24 @@ def main(words: list[str]) -> int:
     code = 0
     if doctor:
         code = job.run(step, doctor[0], PORT_OF_DOCTOR)
-        if code == 1 and not supervisor.asked_to_stop():  # any other code is no report, but a rank that was killed
+        if "unfit" in job.reports and not supervisor.asked_to_stop():
             say(f"mst doctor found problems, so this job ends before its run starts ({job.node_list})")
             return 1
     if code == 0 and not supervisor.asked_to_stop():
         code = keep_running(supervisor, start, config, arguments, int(restarts))
-    stopping = supervisor.asked_to_stop()
-    if stopping and supervisor.stopping != signal.SIGUSR1:  # this process itself was asked to stop
+    saved = "stopped" in job.reports
+    if supervisor.asked_to_stop() and supervisor.stopping != signal.SIGUSR1:  # this process itself was asked to stop
         say("the job was asked to stop for good; the same command continues its run")
-        if "--stop-at" in arguments and "stopped" in job.reports:  # jobs that begin after this one must not
+        pauses = any(word.partition("=")[0] == "--stop-at" for word in arguments)
+        if pauses and saved:  # jobs that begin after this one must not
             return code or 128 + signal.SIGTERM
-    elif code != 2 and (stopping or (code == 0 and "stopped" in job.reports)):
+    elif saved and code not in (2, 3):
         say("the job was asked to stop; its run continues in the next job")
         return job.requeue(scratch, code)
     elif code not in (0, 2, 3) and job.failures < int(requeues):
-        say(f"the run failed on these nodes ({job.node_list}); it is queued again")
-        job.count_failure()
-        return job.requeue(scratch, code)
+        why = "was asked to stop before it had saved" if supervisor.stopping else "failed"
+        say(f"the run {why} on these nodes ({job.node_list}); it is queued again")
+        return job.requeue_failed(scratch, code)
     return code
 
 

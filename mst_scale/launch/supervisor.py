@@ -1,8 +1,8 @@
 """Runs the ranks of a start and forwards signals to them, so that they save and end, and reads what they report.
 
-SIGTERM, SIGINT, SIGHUP and SIGUSR1 are forwarded; after a second SIGINT (Ctrl-C), the launcher does not wait any
-longer. All of these signals are blocked and received one by one while this process waits, so none is lost, and none
-interrupts the handling of another.
+SIGTERM, SIGINT, SIGHUP and SIGUSR1 are forwarded; after a second SIGINT (Ctrl-C), the children are terminated. All of
+these signals are blocked and received one by one while this process waits, so none is lost, and none interrupts the
+handling of another. A message that cannot be printed, because the disk of a log is full, does not end this process.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class Supervisor:
             return NOT_BEGUN
         environment = {**os.environ, **(variables or {})}
         again = seconds_in("MST_ASK_AGAIN", 10)
-        worst, asked, ask_at, leaves = 0, False, None, False
+        worst, asked, ask_at, leaves, stops = 0, False, None, False, False
         try:
             for command in commands:
                 child = spawn(command, environment, own_session, ignored)
@@ -94,11 +94,11 @@ class Supervisor:
             now = time.monotonic()
             if leave is not None and not leaves and leave():
                 leaves, ask_at = True, now
-            if self.stopping is not None and not asked:
-                ask_at = now
+            if self.stopping is not None and not stops:
+                stops, ask_at = True, now
             if ask_at is not None and now >= ask_at:
-                self._ask(list(self._children), asked or self.stopping is None)
-                asked, ask_at = self.stopping is not None, now + again
+                self._ask(list(self._children), asked)
+                asked, ask_at = True, now + again
             seconds = None if ask_at is None else max(0.0, ask_at - time.monotonic())
             if leave is not None and not leaves:
                 seconds = LOOK_EVERY if seconds is None else min(seconds, LOOK_EVERY)
@@ -217,7 +217,7 @@ class Reports:
     exit code is the highest of all, which may be that of a task that it ended (143).
     """
 
-    NAMES = ("stopped", "refused", "diverged", "corrupted", "failed")
+    NAMES = ("stopped", "refused", "diverged", "corrupted", "failed", "unfit")
 
     def __init__(self, folder: Path) -> None:
         self.files = {name: folder / name for name in self.NAMES}
@@ -240,5 +240,6 @@ class Reports:
 
 
 def say(message: str) -> None:
-    """Print a line for the user."""
-    print(f"mst_scale: {message}", file=sys.stderr, flush=True)
+    """Print a line for the user; a full disk or a closed terminal does not matter."""
+    with contextlib.suppress(OSError):
+        print(f"mst_scale: {message}", file=sys.stderr, flush=True)

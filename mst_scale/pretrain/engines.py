@@ -71,8 +71,9 @@ def _train_with_one_engine(
     """
     handover = None if left is None else left.handover
     prepared = prepare(
-        experiment, out, ranks, args.resume, args.branch_decay_from, handover=handover, begins=starting.begins
-    )
+        experiment, out, ranks, args.resume, args.branch_decay_from,
+        stop_at=args.stop_at, handover=handover, begins=starting.begins,
+    )  # fmt: skip
     run = Run(prepared, stop, stop_at=args.stop_at, health=args.health, command=command_of(args.on_event), left=left)
     if handover is not None:
         run.save_first()

@@ -52,7 +52,11 @@ def outcome(code: int, out: Path | None) -> Literal["done", "stop", "again"]:
     if not is_here and os.environ.get("MST_LAUNCHER") in ELSEWHERE:
         print(f"mst_scale: {out} is not on this machine, so only the exit code is known", file=sys.stderr)
         return "done" if code == 0 else "again"
-    last = last_start(out)
+    try:
+        last = last_start(out)
+    except OSError as error:  # of a network file system, which a later start may read
+        logger.error("cannot read %s (%s): how the run has ended is not known", out / "run.json", error)
+        return "again"
     how = last.get("how") if last.get("job", {}).get("MST_START") == os.environ.get("MST_START") else None
     if code == 0:
         return "done" if how in (FINISHED, STOPPED, PAUSED) else "again"

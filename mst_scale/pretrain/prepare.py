@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from mst_scale import zero_shards
-from mst_scale.checkpoints import manifests, mask_files, store
+from mst_scale.checkpoints import finding, manifests, mask_files, store
 from mst_scale.comm import Mesh, Ranks, logger
 from mst_scale.config import DataConfig, Experiment, to_dict
 from mst_scale.config import compact as compact_steps
@@ -40,11 +40,11 @@ from mst_scale.mixed_growing.masks import assemble
 from mst_scale.models import blocks_of, build
 from mst_scale.models.initial_weights import not_drawn
 from mst_scale.plan.expected_gain import expect
-from mst_scale.pretrain import growth, resume, schedules, storage, validation
+from mst_scale.pretrain import elastic, growth, resume, schedules, storage, validation
 from mst_scale.pretrain.schedules import MASKED
 from mst_scale.run_logging import run_file
 from mst_scale.run_logging.metrics import OptionalWrites
-from mst_scale.run_logging.run_file import RunFile
+from mst_scale.run_logging.run_file import PAUSED, RunFile
 from mst_scale.tensor_parallel import TensorGroup
 
 
@@ -102,6 +102,7 @@ def prepare(
     resume_from: str = "auto",
     branch_from: str | None = None,
     *,
+    stop_at: int | None = None,
     handover: zero_shards.Handover | None = None,
     begins: Callable[..., None] = lambda part, about="": None,
 ) -> Prepared:
@@ -113,11 +114,13 @@ def prepare(
         ranks: all ranks.
         resume_from: the option --resume.
         branch_from: the option --branch-decay-from.
+        stop_at: the option --stop-at.
         handover: what the previous engine of this process has left; then no checkpoint is read.
         begins: called with the name of each part before it is prepared, for the progress line.
 
     Raises:
         UserError: if the experiment cannot run here, or cannot continue the run in `out`.
+        SystemExit: if the run has passed `stop_at`; nothing is loaded, since these ranks may be too few for it.
     """
     sizes = ranks.agree(lambda: sizes_of(experiment.deepspeed))
     replicas = ranks.agree(lambda: sizes.data(ranks.world_size))
@@ -132,6 +135,16 @@ def prepare(
         fitted = ranks.agree(lambda: resume.with_batch_of(experiment, source, replicas))
     batch, micro, accumulation = ranks.agree(lambda: batch_shape(fitted.deepspeed, replicas))
     fitted = fitted.with_batch(batch)
+    shape = {"sequences": batch, "micro": micro, "accumulation": accumulation}
+    reached = finding.step_of(source) if source is not None and source.parent == out / "checkpoints" else -1
+    if stop_at is not None and handover is None and stop_at <= reached < fitted.training.steps:
+        file = record_start(fitted, out, ranks, step=reached, source=source, batch=shape, text=None)
+        if file is not None:
+            file.ended(PAUSED, reached)
+        logger.info("the run is at step %d, which --stop-at %d does not pass: nothing is trained", reached, stop_at)
+        elastic.tell_waiting_ranks()
+        ranks.leave()
+        raise SystemExit(0)
     if gain := expect(fitted, batch):
         logger.info("%s", gain)
     mesh = ranks.agree(lambda: Mesh(sizes)) if sizes.model > 1 else None
@@ -186,7 +199,6 @@ def prepare(
         progress = load_checkpoint(engine, ledger, out, ranks, loadable)
         skipped = {*progress.skipped, *(batch for batches in rollbacks for batch in batches)}
         progress = replace(progress, skipped=tuple(sorted(skipped)))
-    shape = {"sequences": batch, "micro": micro, "accumulation": accumulation}
     read = None if handover is not None else source
     file = record_start(fitted, out, ranks, step=progress.step, source=read, batch=shape, text=text)
     if file is not None and grown is not None:

@@ -157,3 +157,20 @@ def test_a_link_that_goes_leaves_what_it_points_to(tmp_path):
     link.symlink_to(whole)
     store._remove(link)
     assert not list(link.parent.iterdir()) and (whole / "file").read_text() == "kept"
+
+
+def test_what_a_file_system_keeps_of_an_older_checkpoint_does_not_stop_saves(tmp_path, monkeypatch, caplog):
+    """NFS keeps files that are still open, so a folder is not removed as a whole."""
+    monkeypatch.setattr(store.shutil, "rmtree", lambda *words, **named: None)
+    for _ in range(2):
+        (tmp_path / "step00000001").mkdir()
+        store._remove(tmp_path / "step00000001")
+    assert not (tmp_path / "step00000001").exists() and finding.list_tags(tmp_path) == []
+    store._remove(tmp_path / "step00000002")
+    assert "cannot remove the older checkpoint" in caplog.text
+
+
+def test_other_folders_are_no_checkpoints(tmp_path):
+    for name in ("step²", "step", "stepA", "step00000003"):
+        (tmp_path / name).mkdir()
+    assert finding.list_tags(tmp_path) == ["step00000003"]

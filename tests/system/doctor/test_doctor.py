@@ -62,6 +62,18 @@ def verdicts(findings: list[Finding]) -> dict[str, str]:
 # --- a healthy machine ---
 
 
+def test_a_lock_that_cannot_be_removed_is_wrong(tmp_path):
+    (tmp_path / "operator" / "lock").mkdir(parents=True)
+    os.utime(tmp_path / "operator" / "lock", (0, 0))
+    report = tmp_path / "unfit"
+    child = subprocess.run(
+        [sys.executable, "-m", "mst_scale", "doctor", "--json"],
+        env=tiny_run.environment(TORCH_EXTENSIONS_DIR=str(tmp_path), MST_UNFIT=str(report)),
+        cwd=tmp_path, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert child.returncode == 1 and found(child.stdout)["build locks"]["verdict"] == WRONG and report.exists()
+
+
 def test_one_process_on_a_healthy_machine_as_it_is_typed(tmp_path):
     """A process of its own: its exit code, and nothing but JSON on stdout."""
     words = [sys.executable, "-m", "mst_scale", "doctor", "--full", "--json"]

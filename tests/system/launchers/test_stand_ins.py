@@ -68,13 +68,15 @@ def test_a_mistake_is_not_tried_again_where_srun_has_ended_a_rank_before_it_coul
     assert (tmp_path / "starts").read_text() == "start\n"
 
 
-@pytest.mark.parametrize(("doctor", "code", "steps"), [(0, 0, 2), (1, 1, 1), (139, 139, 1)])
-def test_a_job_begins_with_the_doctor_and_ends_with_its_report_where_something_is_wrong(tmp_path, doctor, code, steps):
-    """Told nodes are not tried again; a rank that was killed meanwhile is a failure like any other."""
+@pytest.mark.parametrize(
+    ("doctor", "reports", "code", "steps"), [(0, False, 0, 2), (1, True, 1, 1), (1, False, 1, 1), (139, False, 139, 1)]
+)
+def test_a_job_begins_with_the_doctor_and_ends_if_it_reports_a_problem(tmp_path, doctor, reports, code, steps):
+    """A step that cannot start, or a rank that is killed, is a failure like any other."""
     tools = programs(
         tmp_path / "bin",
         srun='echo "$*" >> starts; case "$*" in *" mst_scale doctor --full") echo a report; '
-        f"exit {doctor} ;; esac\n" + ended("out", "finished"),
+        f"{'touch $MST_UNFIT; ' * reports} exit {doctor} ;; esac\n" + ended("out", "finished"),
         scontrol='echo "$*" >> asked; echo NodeAddr=127.0.0.1',
         squeue=":",
         sleep=":",
@@ -86,9 +88,9 @@ def test_a_job_begins_with_the_doctor_and_ends_with_its_report_where_something_i
     text = child.communicate(timeout=PATIENCE)[0]
     lines = (tmp_path / "starts").read_text().splitlines()
     assert len(lines) == steps and "--ntasks=2 --ntasks-per-node=1" in lines[0] and "a report" in text
-    assert ("ends before its run starts (n[1-2])" in text) == (doctor == 1)
+    assert ("ends before its run starts (n[1-2])" in text) == reports
     requeued = "requeue 7" in (tmp_path / "asked").read_text()
-    assert requeued == (doctor == 139) and (requeued or child.returncode == code)
+    assert requeued == (doctor > 0 and not reports) and (requeued or child.returncode == code)
 
 
 def test_the_doctor_is_shown_before_the_run_it_looks_ahead_of(tmp_path):

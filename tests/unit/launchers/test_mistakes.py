@@ -10,6 +10,7 @@ from mst_scale.comm.launch import LAUNCHER_VARIABLES, complete_environment
 from mst_scale.errors import UserError
 from mst_scale.launch import hostfile, slurm, slurm_job, sweep
 from mst_scale.launch.command_line import read_options, seconds_in
+from mst_scale.pretrain.start import parse_arguments
 
 
 def test_a_launcher_that_leaves_out_a_variable(monkeypatch):
@@ -66,6 +67,48 @@ def test_a_machine_that_stands_twice_in_a_hostfile(tmp_path):
 def test_ports(port):
     with pytest.raises(UserError, match="from 1 to 65535"):
         read_options(["--port", port, "demo"], None, numbers={"--port": None})
+
+
+@pytest.mark.parametrize(
+    ("time", "seconds"),
+    [
+        ("5", 300),
+        ("5:30", 330),
+        ("1:00:00", 3600),
+        ("1-0", 86400),
+        ("1-1:1", 90060),
+        ("0-0:1:1", 61),
+        ("UNLIMITED", None),
+    ],
+)
+def test_time_limits_of_slurm(time, seconds):
+    assert slurm._seconds(time) == seconds
+
+
+def test_a_warning_at_the_start_of_a_job_is_rejected():
+    with pytest.raises(UserError, match="--grace 300 leaves nothing of --time 5:00"):
+        slurm.main(["--time", "5:00", "--dry-run", "demo"])
+
+
+def test_a_hostfile_that_is_not_utf_8(tmp_path):
+    (tmp_path / "hosts").write_bytes(b"n\xf6de 2 2\n")
+    with pytest.raises(UserError, match="line 1"):
+        hostfile.main(["--hostfile", str(tmp_path / "hosts"), "--dry-run", "demo"])
+
+
+def test_variables_of_the_submitting_shell_do_not_reach_another_kind_of_job(monkeypatch, capsys):
+    monkeypatch.setenv(slurm_job.ELASTIC, "5:8")
+    monkeypatch.setenv("MST_DOCTOR", "1")
+    assert slurm.main(["--dry-run", "demo"]) == 0
+    assert "doctor" not in capsys.readouterr().out and slurm_job.ELASTIC not in os.environ
+
+
+@pytest.mark.parametrize("words", [["--meth", "dense"], ["--stop-a", "7"]])
+def test_options_are_not_abbreviated(words, capsys):
+    """The launchers look for a few of them by name."""
+    with pytest.raises(SystemExit) as ended:
+        parse_arguments(["--deepspeed_config", "demo", *words])
+    assert ended.value.code == 2 and "unrecognized arguments" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("words", [["--dry-run"], ["--out", "r", "--partition", "gpu"], ["--partition=gpu"]])

@@ -1,5 +1,6 @@
 """What a launcher starts, and how a run is started again after a failure."""
 
+import subprocess
 from types import SimpleNamespace
 
 import pytest
@@ -38,3 +39,52 @@ def test_an_accelerator_that_is_set_is_kept(monkeypatch):
     monkeypatch.delenv("DS_ACCELERATOR")
     environment.use_cpu_without_gpus(2)
     assert environment.os.environ["DS_ACCELERATOR"] == "cpu"
+
+
+LISTED = """GPU 0: NVIDIA H100 (UUID: GPU-aaa1)
+Unable to determine the device handle for gpu 0000:01:00.0: GPU is lost
+GPU 2: NVIDIA H100 (UUID: GPU-ccc3)
+"""
+
+
+@pytest.mark.parametrize(
+    ("visible", "names"),
+    [
+        (None, ["0", "2"]),
+        ("0,1,2", ["0", "2"]),
+        ("GPU-c,GPU-b", ["GPU-c"]),
+        ("2,-1,0", ["2"]),
+        ("", []),
+        ("MIG-1", ["MIG-1"]),
+    ],
+)
+def test_gpus_that_are_gone_are_left_out(monkeypatch, visible, names):
+    monkeypatch.delenv("DS_ACCELERATOR", raising=False)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    monkeypatch.setattr(environment.subprocess, "run", lambda *words, **named: SimpleNamespace(stdout=LISTED))
+    assert environment.gpus() == names
+
+
+def test_without_nvidia_smi_the_variable_is_believed(monkeypatch):
+    def hang(*words: object, **named: object):
+        raise subprocess.TimeoutExpired("nvidia-smi", 30)
+
+    monkeypatch.delenv("DS_ACCELERATOR", raising=False)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    monkeypatch.setattr(environment.subprocess, "run", hang)
+    assert environment.gpus() == ["0", "1"]
+
+
+def test_what_cluster_sh_sets_reaches_other_machines(tmp_path, monkeypatch):
+    (tmp_path / "cluster.sh").write_text("export MINE=1 OMP_NUM_THREADS=${OMP_NUM_THREADS:-8}\n")
+    monkeypatch.setattr(environment, "SCRIPTS", tmp_path)
+    monkeypatch.setattr(environment, "_set_by_cluster", set())
+    monkeypatch.setattr(environment, "_set_limits", lambda: None)
+    monkeypatch.setenv("FI_PROVIDER", "efa")
+    monkeypatch.setenv("MINE", "0")
+    monkeypatch.setenv("OTHER", "1")
+    environment.load_cluster_settings()
+    carried = environment.carried_variables()
+    assert carried["MINE"] == "1" and carried["FI_PROVIDER"] == "efa" and "OTHER" not in carried

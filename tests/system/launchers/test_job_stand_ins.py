@@ -1,0 +1,87 @@
+"""What the shell of a Slurm job does after its step has ended, with programs that stand for Slurm's."""
+
+import shlex
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.support import tiny_run
+from tests.support.launched import LAUNCHERS, PATIENCE, programs
+from tests.system.launchers.test_stand_ins import ended
+
+pytestmark = pytest.mark.full
+JOB = {"SLURM_JOB_NUM_NODES": "1", "SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n1", "MST_PAUSE": "0"}
+WARN = "trap : USR1; kill -USR1 $PPID; sleep 0.3"  # as Slurm does before the end of a job
+
+
+def run_job(
+    folder: Path, step: str, *words: str, update: str = ":", comment: str = "(null)", more: str = "", **variables: str
+) -> tuple[int, str, list[str]]:
+    """Run the shell of a job whose step is this script; return its code, its text and what scontrol was asked."""
+    tools = programs(
+        folder / "bin",
+        srun=f"echo start >> starts\n{step}",
+        scontrol=f'echo "$*" >> asked; case "$1" in update) {update} ;; *) echo NodeAddr=127.0.0.1 ;; esac',
+        squeue=f"echo {shlex.quote(comment)}" if comment else "exit 1",
+        sleep="/bin/sleep $(echo $1 | sed s/60/0/)",
+    )
+    command = ["bash", str(folder / "launchers" / "slurm_job.sh"), str(folder), "srun", "1", "0", "1", "demo"]
+    child = subprocess.run(
+        ["bash", "-c", f"{shlex.join([*command, '--out', 'out', *words])} {more}"],
+        env={**tiny_run.environment(**JOB), "PATH": tools, **variables},
+        cwd=folder, capture_output=True, text=True, timeout=PATIENCE, check=False,
+    )  # fmt: skip
+    asked = (folder / "asked").read_text().splitlines()
+    return child.returncode, child.stdout + child.stderr, [line for line in asked if line.startswith(("req", "upd"))]
+
+
+def test_the_scripts_are_the_launchers():
+    assert (LAUNCHERS / "slurm_job.sh").is_file()
+
+
+def test_a_log_on_a_full_disk_does_not_end_a_job(tmp_path: Path):
+    code, _, asked = run_job(tmp_path, "exit 1", more="2>/dev/full")
+    assert code == 0 and asked[-1] == "requeue 7"
+
+
+@pytest.mark.parametrize(
+    ("step", "requeued", "counted"),
+    [
+        (f"{ended('out', 'finished')}; {WARN}", False, False),
+        (f'{ended("out", "asked to stop")}; {WARN}; touch "$MST_STOPPED"', True, False),
+        (f"{WARN}; exit 138", True, True),  # killed by the signal while it was starting
+    ],
+)
+def test_a_warned_job_is_queued_again_if_its_run_was_saved_and_counted_if_not(
+    tmp_path: Path, step: str, requeued: bool, counted: bool
+):
+    code, text, asked = run_job(tmp_path, step)
+    assert (asked[-1:] == ["requeue 7"], "mst_failures=1" in str(asked)) == (requeued, counted), text
+    assert code == 0
+
+
+def test_warned_jobs_that_save_nothing_come_to_an_end(tmp_path: Path):
+    code, _, asked = run_job(tmp_path, f"{WARN}; exit 138", comment="mine mst_failures=1")
+    assert code == 138 and not asked
+
+
+def test_failures_that_cannot_be_counted_are_not_tried_without_end(tmp_path: Path):
+    code, text, asked = run_job(tmp_path, "exit 1", update="echo no permission; exit 1")
+    assert code == 1 and "cannot be counted (no permission)" in text and "requeue 7" not in asked
+
+
+def test_a_comment_that_cannot_be_read_does_not_reset_the_count(tmp_path: Path):
+    code, _, asked = run_job(tmp_path, "exit 1", comment="", SLURM_RESTART_COUNT="1")
+    assert code == 1 and not asked
+
+
+def test_a_record_that_cannot_be_read_does_not_end_the_launcher(tmp_path: Path):
+    code, text, asked = run_job(tmp_path, "mkdir -p out; ln -s run.json out/run.json; exit 0")
+    assert code == 0 and "how the run has ended is not known" in text and asked[-1] == "requeue 7"
+
+
+@pytest.mark.parametrize("words", [("--stop-at", "7"), ("--stop-at=7",)])
+def test_jobs_that_begin_after_one_that_was_stopped_for_good_do_not(tmp_path: Path, words: tuple[str, ...]):
+    step = f'{ended("out", "asked to stop")}; trap : USR1; kill -TERM $PPID; sleep 0.3; touch "$MST_STOPPED"'
+    assert run_job(tmp_path, step, *words)[0] == 143
