@@ -370,7 +370,7 @@ class Watch:
             assert self.ranks is not None and self.lost is not None
             lost_first = self.lost.startswith("rank 0 ")
             if self.ranks.first or (lost_first and self.ranks.local_rank <= 1):
-                with contextlib.suppress(OSError):  # a log on a full disk must not keep this process alive
+                with contextlib.suppress(OSError):  # a log on a full disk must not stop this process from ending
                     print(
                         f"\nmst_scale: {self.lost}. The other ranks exit now{self.advice}", file=sys.stderr, flush=True
                     )
