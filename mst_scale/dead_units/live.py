@@ -325,7 +325,6 @@ class Channels:
                     by_random=grown,
                     ever_active=None if mask.ever is None else ever,
                     length=mask.length,
-                    pruned_bits=was & ~bits,
                     grown_bits=bits & ~was,
                 )
             )

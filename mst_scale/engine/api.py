@@ -118,6 +118,8 @@ def initialize(
     sizes = sizes_of(experiment.deepspeed)
     cut = sizes.tensor > 1 and others.get("mpu") is not None  # AutoTP cuts later
     weights = whole_size(model, is_part=cut or isinstance(model, deepspeed.PipelineModule))
+    if others.get("mpu") is None and not isinstance(model, deepspeed.PipelineModule):
+        zero_shards.forget_mpu()
     described = unlimited(experiment) if own_loop else experiment
     parameters = make_compact(model, described, optimizer, parameters, others)
     with announced(), zero_shards.asserted_of_cutting(model, sizes_of(experiment.deepspeed).tensor):

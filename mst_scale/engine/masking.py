@@ -90,11 +90,6 @@ class Masking(Component):
             return
         scale = zero_shards.loss_scale(self.engine)
         trained = [(i, mask) for i, mask in enumerate(self.state.masks) if not store.frozen(i)]
-        if store.group is None and trained and all(store.gradient(i) is None for i, _ in trained):
-            raise SharedMistake(
-                "engine.step() was called without gradients: call engine.backward(loss) before each step, and "
-                "do not call zero_grad() in between"
-            )
         for i, mask in trained:
             gradient = store.gradient(i)
             if gradient is None:  # the loss does not depend on this parameter

@@ -292,6 +292,11 @@ class SparseTraining:
 
     def before_step(self) -> None:
         """Follow DeepSpeed to the point at which gradients are reduced and not yet clipped."""
+        if not zero_shards.has_gradients(self.engine):
+            raise SharedMistake(
+                "engine.step() was called without gradients: call engine.backward(loss) before each step, and "
+                "do not call zero_grad() in between"
+            )
         self._stepping, self._updated = True, False
         for component in reversed(self.components):  # ChangedWeights rejects first, Topology decides before Masking
             component.before_step()

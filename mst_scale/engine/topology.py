@@ -271,10 +271,10 @@ class Topology(Component):
         moment[grown] = (squares * (factor * factor * self.store.second_moment_share(i))).to(moment.dtype)
 
     def _without_bits(self, change: Change) -> Change:
-        """Drop the bitmaps from the record (two bits per weight); keep the counts."""
+        """Drop the bitmap from the record (one bit per weight); keep the counts."""
         counted = self.counts_coverage or not self.config.track_coverage
         ever = change.ever_active if counted else change.numel
-        return replace(change, pruned_bits=None, grown_bits=None, ever_active=ever)
+        return replace(change, grown_bits=None, ever_active=ever)
 
 
 def all_finite(values: Tensor) -> bool:

@@ -183,14 +183,13 @@ class _View:
     def commit(self, change: Change, gradient_mean_square: float | None) -> Change:
         """Set the bits of the weights' mask from the blocks' mask."""
         length = self.sliced.shard.length
-        if change.pruned_bits is None or change.grown_bits is None:
+        if change.grown_bits is None:
             return replace(change, length=length)
         flags = self.mask.flags()
         self.layer.mask.set_bits(self.sliced.spread(flags), int(self.grid.sizes()[flags].sum()))
         return replace(
             change,
             length=length,
-            pruned_bits=self.sliced.spread(packed_bits.unpack(change.pruned_bits, self.grid.numel)),
             grown_bits=self.sliced.spread(packed_bits.unpack(change.grown_bits, self.grid.numel)),
             gradient_mean_square=gradient_mean_square if change.by_score + change.by_random else None,
         )

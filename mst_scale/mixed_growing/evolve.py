@@ -90,9 +90,8 @@ class Change:
     by_random: int = 0
     ever_active: int | None = None
     """Weights active at any time so far (ITOP); None if they are not counted or nothing changed."""
-    pruned_bits: Tensor | None = field(default=None, repr=False)
-    """Packed bits; None if no weight was pruned on any rank."""
     grown_bits: Tensor | None = field(default=None, repr=False)
+    """Packed bits; None if the mask changed on no rank."""
     gradient_mean_square: float | None = None
     """Mean of g² over the layer's weights, with which the second moments of grown weights start."""
 
@@ -100,10 +99,6 @@ class Change:
     def churn(self) -> float:
         """Fraction of the layer's mask bits that changed."""
         return (self.pruned + self.grown) / self.numel if self.numel else 0.0
-
-    def pruned_indices(self) -> Tensor:
-        """Return the positions of pruned weights in the slice, int64."""
-        return _indices(self.pruned_bits, self.length)
 
     def grown_indices(self) -> Tensor:
         """Return the positions of grown weights in the slice, int64."""
@@ -279,7 +274,6 @@ class _Task:
             by_score=plan.by_score,
             by_random=plan.by_random,
             ever_active=None if mask.ever is None else ever,
-            pruned_bits=self.gone & ~self.active,
             grown_bits=grown,
             gradient_mean_square=gradient_mean_square,
         )

@@ -65,7 +65,13 @@ from mst_scale.zero_shards.saving import (
     saved_classes,
     why_blocking,
 )
-from mst_scale.zero_shards.start import check_precision, check_versions, hasten, use_readable_architectures
+from mst_scale.zero_shards.start import (
+    check_precision,
+    check_versions,
+    forget_mpu,
+    hasten,
+    use_readable_architectures,
+)
 from mst_scale.zero_shards.step import (
     TORCH_FUSED,
     NamedCollectives,
@@ -77,6 +83,7 @@ from mst_scale.zero_shards.step import (
     clip_factor,
     grad_norm,
     has_engine,
+    has_gradients,
     has_moments,
     loss_scale,
     on_cpu,

@@ -44,6 +44,7 @@ class CompactStore:
         self.collectives = NamedCollectives("mst_compact")
         self.replicas = groups_of(engine).replicas
         self.parts = int(engine.sequence_parallel_size)
+        self.averages = bool(engine.gradient_average)
         self.index: list[CompactIndex | None] = [index_of(p) for p in self.parameters]
         ties = tied_groups(engine)
         self.tied = {i: ties[id(p)] for i, p in enumerate(self.parameters) if id(p) in ties}
@@ -187,7 +188,7 @@ class CompactStore:
         return [at.take(values, buffer) for (values, at), buffer in zip(parts, buffers, strict=True)]
 
     def reduced(self, i: int, gradient: Tensor) -> Tensor:
-        """Return this rank's slice, in float32, of a dense gradient: its mean over sequences (collective).
+        """Return this rank's slice, in float32, of a dense gradient: its mean or sum over sequences (collective).
 
         The parts of one sequence add up, as in the gradients that DeepSpeed reduces. So do the gradients of the stages
         that hold a tied matrix, before the mean is taken; `gradient` then has their sum.
@@ -196,7 +197,7 @@ class CompactStore:
         if i in self.tied:
             self.collectives.all_reduce(gradient, group=self.tied[i])
         ranks = ds_comm.get_world_size(self.replicas)
-        sequences = ranks / self.parts
+        sequences = ranks / self.parts if self.averages else 1
         if ranks == 1:
             return gradient[part.start : part.start + part.length].to(torch.float32, copy=True)
         if self.group is None:

@@ -17,7 +17,18 @@ from typing import Any, Protocol
 
 from torch import Tensor, nn
 
-from mst_scale.zero_shards import compact_marks, groups, handover, logical, muon, powers, saving, step, supported
+from mst_scale.zero_shards import (
+    compact_marks,
+    groups,
+    handover,
+    logical,
+    muon,
+    powers,
+    saving,
+    step,
+    supported,
+    unused_layers,
+)
 
 
 class Follower(Protocol):
@@ -149,6 +160,14 @@ HOOKS = (
         "0.19",
         lambda _, follower: follower.follows_steps,
         lambda engine, follower: step.around_model_step(engine, follower.before_step, follower.after_step),
+    ),
+    Hook(
+        "unused layers",
+        "optimizer.partition_grads, copy_grads_in_partition and zero_grad; engine._take_model_step",
+        "stage 3, and offload, use the gradient of an earlier step for parameters that have none in this one",
+        "0.19.8",
+        lambda engine, follower: follower.follows_steps and unused_layers.keeps_gradients(engine),
+        lambda engine, _: unused_layers.zero_unused_gradients(engine),
     ),
     Hook(
         "before update",

@@ -22,6 +22,7 @@ from typing import Any
 import deepspeed
 import torch
 from deepspeed.accelerator import get_accelerator
+from deepspeed.utils import groups
 from packaging.version import Version
 
 from mst_scale.comm import logger
@@ -114,3 +115,8 @@ def at_first_call(compiles: Callable[..., Any]) -> Callable[..., Any]:
         return call
 
     return decorate
+
+
+def forget_mpu() -> None:
+    """Let the next engine have no model-parallel unit; DeepSpeed would take that of an earlier engine."""
+    groups.mpu = None

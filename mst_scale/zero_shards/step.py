@@ -15,6 +15,7 @@ import torch
 from deepspeed.accelerator import get_accelerator
 
 from mst_scale.errors import UserError
+from mst_scale.zero_shards.groups import groups_of
 from mst_scale.zero_shards.logical import is_cut, is_empty
 
 _OF_ENGINES: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
@@ -90,6 +91,17 @@ def around_model_step(engine: Any, before: Callable[[], None], after: Callable[[
     engine._take_model_step = step
 
 
+def has_gradients(engine: Any) -> bool:
+    """Return whether a backward pass has left gradients for the step, the same on every rank."""
+    zero, stage = engine.optimizer, engine.zero_optimization_stage()
+    if stage == 0:
+        trained = [p for p in engine.module.parameters() if p.requires_grad]
+        return not trained or any(p.grad is not None for p in trained)
+    if stage == 3:
+        return bool(zero._epilogue_ran_this_backward or zero.micro_step_id > 0)
+    return bool(zero.cpu_offload) or any(found is not None for found in zero.averaged_gradients.values())
+
+
 def watch_losses(engine: Any, see: Callable[[torch.Tensor, bool], None]) -> None:
     """Call `see` with each loss that goes backward, and whether DeepSpeed divides it by the micro-batches of a step."""
     inner = engine.backward
@@ -118,11 +130,11 @@ def around_passes(engine: Any, around: Callable[[], contextlib.AbstractContextMa
 def on_zero_grad(engine: Any, call: Callable[[], None]) -> None:
     """Call `call` whenever gradients are discarded: by the loop, which leaves out a batch, or in each step.
 
-    With several micro-batches per step it is called at stage 0 only: at the others, DeepSpeed keeps what was reduced.
+    At stage 2 with several micro-batches per step, it is not called: there DeepSpeed keeps what was reduced.
     """
-    if engine.gradient_accumulation_steps() > 1 and engine.zero_optimization_stage():
+    if engine.gradient_accumulation_steps() > 1 and engine.zero_optimization_stage() == 2:
         return
-    for owner in (engine, engine.optimizer):
+    for owner in (engine, engine.optimizer, engine.module):
         inner = owner.zero_grad
 
         @functools.wraps(inner)
@@ -356,10 +368,12 @@ def averages_parts(engine: Any, _: Any = None) -> bool:
 def passes_of_a_step(engine: Any) -> int:
     """Return how many backward passes add up their gradients in a step: one per micro-batch and part of a sequence.
 
-    Gradients of other ranks are averaged.
+    Gradients of other ranks are averaged, or added up too with `gradient_allreduce_op: "sum"`.
     """
-    added = engine.zero_optimization_stage() < 3 or averages_parts(engine)
-    return int(engine.gradient_accumulation_steps() * (engine.sequence_parallel_size if added else 1))
+    added = engine.sequence_parallel_size if engine.zero_optimization_stage() < 3 or averages_parts(engine) else 1
+    if not engine.gradient_average:
+        added = ds_comm.get_world_size(groups_of(engine).replicas)
+    return int(engine.gradient_accumulation_steps() * added)
 
 
 def add_up_parts(engine: Any) -> None:

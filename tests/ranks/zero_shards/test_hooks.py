@@ -27,7 +27,7 @@ def of(model, stage, world, precision="fp32", **extra):
 def test_the_list_is_in_order_and_for_this_deepspeed():
     assert [hook.name for hook in HOOKS] == [
         "plain step", "norm in float64", "plain loss", "powers of beta", "parts of sequences",
-        "handover", "universal checkpoints", "step", "before update", "held update", "muon's dtype",
+        "handover", "universal checkpoints", "step", "unused layers", "before update", "held update", "muon's dtype",
         "muon", "update", "earlier saves", "checkpoints", "consolidated weights", "layout", "loading",
     ]  # fmt: skip
     first, below = map(Version, start.SUPPORTED_DEEPSPEED)

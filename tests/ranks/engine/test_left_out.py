@@ -1,0 +1,180 @@
+"""Layers that a step does not use, micro-batches that the loop leaves out, and gradients that ranks add up."""
+
+import pytest
+import torch
+
+import mst_scale
+from mst_scale import zero_shards
+from mst_scale.errors import UserError
+from tests.support import pool
+from tests.support.cut_sequences import config as sequence_config
+from tests.support.cut_sequences import model as sequence_model
+from tests.support.toy_engine import OFFLOAD, STAGES, full, mst_config, shas, train
+from tests.support.toys import Toy, deepspeed_config, toy, toy_batch
+
+
+class Skipping(Toy):
+    """Can leave its two inner layers out."""
+
+    skips = False
+
+    def forward(self, tokens, targets):
+        x = self.embed(tokens)
+        if not self.skips:
+            x = x + self.down(self.norm(torch.relu(self.up(x))))
+        return torch.nn.functional.cross_entropy(self.out(x).float(), targets)
+
+
+def rigl(stage, world, compact="off", accumulation=1, **extra):
+    raw = mst_config(stage, world, accumulation=accumulation, method="rigl", topology={"policy": "rigl"}, **extra)
+    raw["mst"] |= {"sparsity": {"variation": "sparse", "max": 0.6}, "compute": {"compact": compact}}
+    raw["mst"]["attention"] = {"pattern": "dense"}
+    return raw
+
+
+def state_of(engine, world):
+    """Masks, weights and second moments of all layers, whole."""
+    store, found = engine.mst.store, []
+    for i in range(len(engine.mst.masks)):
+        squares = store.values.states(i)["exp_avg_sq"] if zero_shards.is_compact(engine.module) else None
+        squares = store.states(i)["exp_avg_sq"] if squares is None else store.expanded([(i, squares)])[0]
+        found += [full(engine, store.weight(i), i, world), full(engine, squares, i, world)]
+    return shas(engine, world), torch.cat(found)
+
+
+def with_skipped_layers(rank, world, stage, accumulation, more):
+    """The inner layers are unused in both topology steps, or in all of their micro-batches but one."""
+    torch.manual_seed(11)
+    model = Skipping()
+    config = rigl(stage, world, accumulation=accumulation, **more)
+    config["optimizer"]["params"]["torch_adam"] = True
+    engine, *_ = mst_scale.initialize(model=model, config=config)
+    for step in range(7):
+        for k in range(accumulation):
+            model.skips = step % 3 == 2 and (k == 0 or step == 2)
+            engine.backward(engine(*toy_batch(step, k * world + rank)))
+            engine.step()
+    return engine.mst.changed_at, *state_of(engine, world)
+
+
+@pytest.mark.parametrize("more", [{}, OFFLOAD], ids=["plain", "offload"])
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_an_unused_layer_has_a_gradient_of_zero_at_every_stage(accumulation, more):
+    """DeepSpeed's stage 3 would use that of an earlier step."""
+    at, masks, values = pool.run(with_skipped_layers, 2, 2, accumulation, {})[0]
+    assert at == 6
+    for stage in (1, 2, 3):
+        found = pool.run(with_skipped_layers, 2, stage, accumulation, more)[0]
+        assert found[:2] == (at, masks), f"stage {stage}"
+        torch.testing.assert_close(found[2], values, rtol=1e-5, atol=1e-6)
+
+
+def with_a_batch_left_out(rank, world, stage, compact, owner):
+    engine, *_ = mst_scale.initialize(model=toy(), config=rigl(stage, world, compact, accumulation=2))
+    train(engine, rank, world, 2, accumulation=2)
+    engine.backward(50 * engine(*toy_batch(77, rank)))
+    engine.step()
+    for each in (engine, engine.optimizer) if owner == "engine" else (engine.module,):
+        each.zero_grad()
+    engine.backward(engine(*toy_batch(78, rank)))
+    engine.step()
+    assert zero_shards.is_compact(engine.module) == (compact == "auto") and engine.mst.changed_at == 3
+    return state_of(engine, world)
+
+
+@pytest.mark.parametrize(("stage", "owner"), [*((stage, "engine") for stage in STAGES), (0, "module")])
+def test_a_batch_that_is_left_out_does_not_grow_weights(stage, owner):
+    (masks, values), (expected, of_dense) = (
+        pool.run(with_a_batch_left_out, 1, stage, compact, owner)[0] for compact in ("auto", "off")
+    )
+    assert masks == expected
+    torch.testing.assert_close(values, of_dense, rtol=1e-6, atol=0)
+
+
+class OneLayer(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(3)
+        self.layer = torch.nn.Linear(16, 16, bias=False)
+        self.head = torch.nn.Linear(16, 4)
+
+    def forward(self, x):
+        return self.head(self.layer(x)).sum() * 0.0  # only the method's regularization has a gradient
+
+
+def norm_of_the_pull(rank, world, stage, op, left_out):
+    raw = deepspeed_config(stage, world, accumulation=2, gradient_allreduce_op=op, gradient_clipping=1e9)
+    raw["training"] = {"steps": 40, "seed": 3}
+    raw["mst"] = {"method": "sr-ste", "sparsity": {"max": 0.5}, "targets": {"include": ["layer.weight"]}}
+    engine, *_ = mst_scale.initialize(model=OneLayer(), config=raw)
+    for k in range(2):
+        engine.backward(engine(torch.ones(2, 16)))
+        engine.step()
+        if k == 0 and left_out:
+            engine.zero_grad()
+            engine.optimizer.zero_grad()
+    return float(engine.get_global_grad_norm())
+
+
+@pytest.mark.parametrize(
+    ("world", "stage", "op", "left_out"),
+    [
+        (1, 0, "mean", True), (1, 1, "mean", True), (1, 3, "mean", True),
+        (2, 0, "sum", False), (2, 2, "sum", False), (2, 1, "sum", True),
+    ],
+)  # fmt: skip
+def test_a_methods_regularization_is_applied_once(world, stage, op, left_out):
+    once = pool.run(norm_of_the_pull, 1, 0, "mean", False)[0]
+    assert once > 0 and pool.run(norm_of_the_pull, world, stage, op, left_out)[0] == pytest.approx(once, rel=1e-5)
+
+
+def with_summed_gradients(rank, world, stage, compact):
+    engine, *_ = mst_scale.initialize(model=toy(), config=rigl(stage, world, compact, gradient_allreduce_op="sum"))
+    train(engine, rank, world, 4)
+    return state_of(engine, world)
+
+
+@pytest.mark.parametrize("stage", [0, 2])
+def test_summed_gradients_are_summed_for_growth_too(stage):
+    (masks, values), (expected, of_dense) = (
+        pool.run(with_summed_gradients, 2, stage, compact)[0] for compact in ("auto", "off")
+    )
+    assert masks == expected
+    torch.testing.assert_close(values, of_dense, rtol=1e-6, atol=0)
+
+
+def after_a_mesh(rank, world):
+    from mst_scale.comm import Mesh, ParallelDims
+
+    mesh = Mesh(ParallelDims(sequence=2))
+    mst_scale.initialize(model=sequence_model(), mpu=mesh, config=sequence_config(0, mesh, "fp32", 30))
+    engine, *_ = mst_scale.initialize(model=toy(), config=rigl(1, world))
+    train(engine, rank, world, 3)
+    return shas(engine, world), engine.train_batch_size()
+
+
+def without_a_mesh(rank, world):
+    engine, *_ = mst_scale.initialize(model=toy(), config=rigl(1, world))
+    train(engine, rank, world, 3)
+    return shas(engine, world), engine.train_batch_size()
+
+
+def test_an_engine_has_no_mesh_of_an_earlier_one():
+    assert pool.run(after_a_mesh, 2) == pool.run(without_a_mesh, 2)
+
+
+def steps_without_gradients(rank, world, stage):
+    engine, *_ = mst_scale.initialize(model=toy(), config=mst_config(stage, world))
+    said = []
+    for trained in (0, 1):
+        train(engine, rank, world, trained)
+        with pytest.raises(UserError) as error:
+            engine.step()
+        said.append(str(error.value))
+    return said
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_step_without_gradients_is_one_line(stage):
+    for said in pool.run(steps_without_gradients, 2, stage):
+        assert all("engine.step() was called without gradients" in text for text in said)
