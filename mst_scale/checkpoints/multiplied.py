@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -37,11 +38,16 @@ class Multiplied(Weights):
         return self.computed[shard.name][shard.logical(torch.arange(shard.length))]
 
 
+def functions_of(checkpoint: Path) -> dict[str, Any] | None:
+    """Return what a checkpoint keeps of its method's functions of weights; None if it has none."""
+    told = any(checkpoint.glob("*_model_states.pt"))  # weights alone may lie there, as others have converted them
+    state: dict[str, Any] | None = opened(model_files(checkpoint)[0][0]).get(STATE) if told else None
+    return state
+
+
 def multiplied_weights_of(checkpoint: Path) -> Weights:
     """Return what `weights_of` returns, for any method."""
-    weights = weights_of(checkpoint)
-    told = any(checkpoint.glob("*_model_states.pt"))  # weights alone may lie there, as others have converted them
-    state = opened(model_files(checkpoint)[0][0]).get(STATE) if told else None
+    weights, state = weights_of(checkpoint), functions_of(checkpoint)
     if not state or not state["layers"]:
         return weights
     of = METHODS.get(state["method"])

@@ -20,11 +20,11 @@ import torch
 from mst_scale import zero_shards
 from mst_scale._deprecated import renamed_arguments
 from mst_scale.checkpoints import manifests, mask_files
-from mst_scale.checkpoints.multiplied import multiplied_weights_of
+from mst_scale.checkpoints.multiplied import functions_of, multiplied_weights_of
 from mst_scale.comm import logger
 from mst_scale.errors import UserError
 from mst_scale.shard import Shard
-from mst_scale.zero_shards.weight_files import Weights, untrained_of
+from mst_scale.zero_shards.weight_files import Weights, untrained_of, weights_of
 
 CONFIG = "mst_config"  # in a checkpoint's client_state: the keys that it was trained with (engine.config_record)
 
@@ -52,7 +52,9 @@ def warm_start(engine: Any, checkpoint: Path | str, *, weights_only: bool = Fals
         raise UserError("call warm_start before the first step: this engine has already taken steps")
     if not weights_only:
         engine.mst.loading(source)
-    state = take_weights(engine, source)
+    functions = None if weights_only or engine.mst.functions is None else functions_of(source)
+    stored = functions is not None and engine.mst.functions.has_saved(functions)
+    state = take_weights(engine, source, stored=stored)
     if weights_only:
         engine.mst.begin_with_these_weights()
         logger.info("%s: weights loaded; the run begins at step 0", source)
@@ -66,22 +68,26 @@ def warm_start(engine: Any, checkpoint: Path | str, *, weights_only: bool = Fals
         zero_shards.place_scheduler(engine, state["lr_scheduler"])
     if masked:
         engine.mst.masks_replaced()
-        engine.mst.weights_taken()
+        if not stored:
+            engine.mst.weights_taken()
         engine.mst.record.load_state_dict(state.get(CONFIG))
-    else:
+    elif not stored:
         engine.mst.begin_with_these_weights()
+    if stored:
+        engine.mst.functions.load_state_dict(functions)
     what = "weights, masks and" if masked else "weights (it has no masks) and"
     logger.info("%s: %s step %d loaded; the optimizer starts with empty states", source, what, engine.global_steps)
     return int(engine.global_steps)
 
 
-def take_weights(engine: Any, source: Path) -> dict[str, Any]:
+def take_weights(engine: Any, source: Path, *, stored: bool = False) -> dict[str, Any]:
     """Load the weights, frozen parameters and buffers of a checkpoint into the engine.
 
-    Any ZeRO stage and number of ranks may have saved it. Returns the other contents of its first file.
+    Any ZeRO stage and number of ranks may have saved it. Returns the other contents of its first file. If the layers
+    multiply by functions of what they store, the weights are the results, or with `stored` what they store.
     """
     manifests.check(source)
-    trained = multiplied_weights_of(source)
+    trained = weights_of(source) if stored else multiplied_weights_of(source)
     state, untrained = untrained_of(source)
     _fill(engine, source, trained, untrained)
     return state

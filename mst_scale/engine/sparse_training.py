@@ -43,6 +43,7 @@ from mst_scale._deprecated import renamed_attribute
 from mst_scale.checkpoints import mask_files, model_config, warm_start
 from mst_scale.checkpoints.background import BackgroundSaves
 from mst_scale.checkpoints.mask_state import MaskState
+from mst_scale.checkpoints.multiplied import functions_of
 from mst_scale.comm import SharedMistake, logger
 from mst_scale.comm.exchange import Exchange, Stages
 from mst_scale.config import Experiment
@@ -263,6 +264,10 @@ class SparseTraining:
         """The masks of this rank's slices."""
         return self.state.masks
 
+    def weights(self, state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Return a state dict of the whole model with the weights that its layers multiply by."""
+        return dict(state) if self.functions is None else self.functions.multiplied(state)
+
     def check_drift(self) -> None:
         """Raise an error on all ranks if a mask has changed since the last topology step. Call it on every rank."""
         if self.masks_weights:
@@ -391,9 +396,14 @@ class SparseTraining:
             self._restore(checkpoint, state)
         self.masks_replaced()
 
+    def reads_weights(self, checkpoint: Path) -> bool:
+        """Return whether masks or functions decide what becomes of loaded weights, or DeepSpeed would load none."""
+        changed = self.masks_weights or self.functions is not None or functions_of(checkpoint) is not None
+        return changed or self.engine.zero_optimization_stage() == 3
+
     def load_weights(self, checkpoint: Path) -> dict[str, Any]:
         """`engine.load_checkpoint(…, load_module_only=True)`: weights without states or step, at every ZeRO stage."""
-        if self.step and not self.masks.dense:
+        if self.step and self.masks_weights and not self.masks.dense:
             raise UserError(
                 "load_module_only would write weights that this run's masks keep at 0: load them before the first "
                 "step, or change weights during the run with mst_scale.load_weights(engine, state_dict)"

@@ -59,6 +59,12 @@ class MST(Protocol):
     def check_drift(self) -> None:
         """Raise an error on all ranks if a mask has changed since the last topology step. Call it on every rank."""
 
+    def weights(self, state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Return a state dict of the whole model with the weights that its layers multiply by.
+
+        They differ from what is stored with methods such as `powerprop` or `sr-ste`, which compute weights from it.
+        """
+
     def finish_save(self) -> None:
         """With `training.async_save`, wait until the last checkpoint is written. Call it on every rank.
 

@@ -366,6 +366,11 @@ class WeightFunctions(Component, Criteria):
         layers = {name: [layer.kept, layer.scale] for name, layer in self.layers.items()} if holds else {}
         return {"method": self.method, "options": asdict(self.options), "layers": layers, "reseed": self.reseed}
 
+    def has_saved(self, state: Mapping[str, Any]) -> bool:
+        """Return whether a `state_dict` is that of the same functions, while they held."""
+        same = (state["method"], state["options"]) == (self.method, asdict(self.options))
+        return same and bool(state["layers"])
+
     def load_state_dict(self, state: dict[str, Any] | None) -> None:
         stated = None if state is None else (state["method"], state["options"])
         if stated != (self.method, asdict(self.options)):

@@ -146,6 +146,7 @@ def integrate(mst: dict[str, Any] | None = None, steps: int | None = None) -> No
     deepspeed.initialize = initialize
     when_imported("accelerate.state", _reject_cpu_processes)
     when_imported("accelerate.utils.dataclasses", _leave_our_blocks)
+    when_imported("accelerate.accelerator", _return_weights)
     when_imported("transformers.trainer", lambda module: _install_trainer(module, integration))
     atexit.register(integration.warn_if_unused)
     _print_usage_errors_in_one_line(integration)
@@ -298,6 +299,18 @@ def _leave_our_blocks(module: Any) -> None:
 
     fill_match.leaves_our_blocks = True  # type: ignore[attr-defined]
     plugin.fill_match = fill_match
+
+
+def _return_weights(module: Any) -> None:
+    """Wrap `Accelerator.get_state_dict` of `module`, which is accelerate.accelerator, to return multiplied weights."""
+    inner = module.Accelerator.get_state_dict
+
+    @functools.wraps(inner)
+    def get_state_dict(self: Any, model: Any, *given: Any, **named: Any) -> Any:
+        state, mst = inner(self, model, *given, **named), getattr(model, "mst", None)
+        return state if mst is None or not state else mst.weights(state)
+
+    module.Accelerator.get_state_dict = get_state_dict
 
 
 def _validate_processes(state: Any, cpu: bool) -> None:

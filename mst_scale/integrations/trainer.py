@@ -84,8 +84,8 @@ def install(module: Any, integration: Integration) -> None:
     @functools.wraps(save)
     def with_weights(trainer: Any, output_dir: str | None = None, state_dict: Any = None) -> None:
         engine = integration.made() if integration.made is not None else None
-        if state_dict and engine is not None and engine is trainer.deepspeed and engine.mst.functions is not None:
-            state_dict = engine.mst.functions.multiplied(state_dict)
+        if state_dict and engine is not None and engine is trainer.deepspeed:
+            state_dict = engine.mst.weights(state_dict)
         save(trainer, output_dir, state_dict)
 
     module.Trainer.train, module.deepspeed_init = with_callback, with_length

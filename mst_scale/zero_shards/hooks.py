@@ -69,6 +69,9 @@ class Follower(Protocol):
     def loaded(self, checkpoint: Path, state: dict[str, Any] | None) -> None:
         """Follow a load of weights and states; `state` is what `saving` returned, or None if there is none."""
 
+    def reads_weights(self, checkpoint: Path) -> bool:
+        """Return whether `load_weights` has to read the weights of a checkpoint, and DeepSpeed cannot."""
+
     def load_weights(self, checkpoint: Path) -> dict[str, Any]:
         """Load only the weights of a checkpoint; return the rest of its client_state."""
 
@@ -220,10 +223,18 @@ HOOKS = (
     Hook(
         "checkpoints",
         "engine.save_checkpoint and engine.load_checkpoint",
-        "client_state is saved and returned; at stage 3, load_module_only loads nothing",
+        "client_state is saved and returned",
         "0.19",
         lambda _, follower: follower.masks_weights,
         saving.carry_along,
+    ),
+    Hook(
+        "weights alone",
+        "engine.load_checkpoint with load_module_only",
+        "at stage 3 it loads nothing; elsewhere it loads weights that have to fit masks, or functions of them",
+        "0.19",
+        _always,
+        saving.load_weights_alone,
     ),
     Hook(
         "consolidated weights",

@@ -199,12 +199,7 @@ def carry_along(engine: Any, follower: Any) -> None:
             return save(**{**given, "tag": tag, "client_state": state})
 
     def load_checkpoint(load: Callable[..., Any], given: Given) -> Any:
-        folder, tag = Path(given["load_dir"]), given.get("tag")
-        latest = folder / ("latest_universal" if engine.load_universal_checkpoint() else "latest")
-        if tag is None and latest.is_file():
-            tag = tag_in(latest)
-        if given.get("load_module_only") and tag is not None:  # at ZeRO-3 DeepSpeed's own loads nothing, and masks
-            return str(folder / tag), follower.load_weights(folder / tag)  # have to fit
+        folder, tag = Path(given["load_dir"]), _tag_of(engine, given)
         if indexes and given.get("load_optimizer_states") is False and engine.global_steps:
             raise UserError(
                 "load_checkpoint(load_optimizer_states=False) cannot keep this engine's optimizer states, because "
@@ -225,6 +220,25 @@ def carry_along(engine: Any, follower: Any) -> None:
 
     replace_method(engine, "save_checkpoint", save_checkpoint)
     replace_method(engine, "load_checkpoint", load_checkpoint)
+
+
+def load_weights_alone(engine: Any, follower: Any) -> None:
+    """Make `engine.load_checkpoint(load_module_only=True)` load the weights of any stage and number of ranks."""
+
+    def load_checkpoint(load: Callable[..., Any], given: Given) -> Any:
+        tag = _tag_of(engine, given) if given.get("load_module_only") else None
+        path = None if tag is None else Path(given["load_dir"]) / tag
+        if path is None or not follower.reads_weights(path):
+            return load(**given)
+        return str(path), follower.load_weights(path)
+
+    replace_method(engine, "load_checkpoint", load_checkpoint)
+
+
+def _tag_of(engine: Any, given: Given) -> str | None:
+    """Return the tag that a load reads: the one it was given, or the latest; None if there is none."""
+    latest = Path(given["load_dir"]) / ("latest_universal" if engine.load_universal_checkpoint() else "latest")
+    return str(given["tag"]) if given.get("tag") is not None else tag_in(latest) if latest.is_file() else None
 
 
 def consolidate_matrices(engine: Any) -> None:

@@ -28,7 +28,7 @@ def test_the_list_is_in_order_and_for_this_deepspeed():
     assert [hook.name for hook in HOOKS] == [
         "plain step", "norm in float64", "plain loss", "powers of beta", "parts of sequences",
         "handover", "universal checkpoints", "step", "unused layers", "before update", "held update", "muon's dtype",
-        "muon", "update", "earlier saves", "checkpoints", "consolidated weights", "layout", "loading",
+        "muon", "update", "earlier saves", "checkpoints", "weights alone", "consolidated weights", "layout", "loading",
     ]  # fmt: skip
     first, below = map(Version, start.SUPPORTED_DEEPSPEED)
     for hook in HOOKS:
@@ -63,13 +63,17 @@ def installed(rank, world, config):
     return [hook.name for hook in HOOKS if hook.applies(engine, engine.mst)]
 
 
-SPARSE = ["handover", "universal checkpoints", "step", "before update", "held update", "update", "checkpoints"]
+SPARSE = [
+    "handover", "universal checkpoints", "step", "before update", "held update", "update", "checkpoints",
+    "weights alone",
+]  # fmt: skip
+DENSE = ["handover", "universal checkpoints", "earlier saves", "weights alone"]
 
 
 @pytest.mark.parametrize(
     ("stage", "precision", "method", "names"),
     [
-        (0, "fp32", "dense", ["plain step", "powers of beta", "handover", "universal checkpoints", "earlier saves"]),
+        (0, "fp32", "dense", ["plain step", "powers of beta", *DENSE]),
         (0, "fp16", "mst", ["plain loss", "powers of beta", *SPARSE]),
         (2, "bf16", "mst", ["powers of beta", *SPARSE]),
     ],
