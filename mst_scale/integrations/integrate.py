@@ -304,12 +304,15 @@ def _leave_our_blocks(module: Any) -> None:
 def _return_weights(module: Any) -> None:
     """Wrap `Accelerator.get_state_dict` of `module`, which is accelerate.accelerator, to return multiplied weights."""
     inner = module.Accelerator.get_state_dict
+    if getattr(inner, "returns_weights", False):
+        return
 
     @functools.wraps(inner)
     def get_state_dict(self: Any, model: Any, *given: Any, **named: Any) -> Any:
         state, mst = inner(self, model, *given, **named), getattr(model, "mst", None)
         return state if mst is None or not state else mst.weights(state)
 
+    get_state_dict.returns_weights = True  # type: ignore[attr-defined]
     module.Accelerator.get_state_dict = get_state_dict
 
 

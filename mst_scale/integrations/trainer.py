@@ -2,7 +2,7 @@
 
 Functions of transformers.trainer are wrapped: `Trainer.train` gets our callback, and is rejected without DeepSpeed;
 `deepspeed_init` passes on the number of steps before the engine is created; `deepspeed_load_checkpoint` waits for saves
-in the background; `Trainer._save` writes the weights that layers multiply by.
+in the background.
 """
 
 from __future__ import annotations
@@ -44,7 +44,6 @@ class Request:
 def install(module: Any, integration: Integration) -> None:
     """Wrap functions of `module`, which is transformers.trainer."""
     train, init, load = module.Trainer.train, module.deepspeed_init, module.deepspeed_load_checkpoint
-    save = module.Trainer._save
     order = inspect.signature(train)
 
     @functools.wraps(train)
@@ -81,15 +80,8 @@ def install(module: Any, integration: Integration) -> None:
             integration.trainer = Request(num_training_steps, args.seed, Path(args.output_dir), bool(args.disable_tqdm))
         return init(trainer, num_training_steps, inference)
 
-    @functools.wraps(save)
-    def with_weights(trainer: Any, output_dir: str | None = None, state_dict: Any = None) -> None:
-        engine = integration.made() if integration.made is not None else None
-        if state_dict and engine is not None and engine is trainer.deepspeed:
-            state_dict = engine.mst.weights(state_dict)
-        save(trainer, output_dir, state_dict)
-
     module.Trainer.train, module.deepspeed_init = with_callback, with_length
-    module.deepspeed_load_checkpoint, module.Trainer._save = after_saves, with_weights
+    module.deepspeed_load_checkpoint = after_saves
 
 
 def _wait_for_saves(integration: Integration) -> None:

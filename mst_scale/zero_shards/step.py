@@ -130,11 +130,13 @@ def around_passes(engine: Any, around: Callable[[], contextlib.AbstractContextMa
 def on_zero_grad(engine: Any, call: Callable[[], None]) -> None:
     """Call `call` whenever gradients are discarded: by the loop, which leaves out a batch, or in each step.
 
-    At stage 2 with several micro-batches per step, it is not called: there DeepSpeed keeps what was reduced.
+    At stage 2 with several micro-batches per step, DeepSpeed keeps what was reduced, so `call` is not called. At stage
+    3 only the optimizer's method discards it.
     """
-    if engine.gradient_accumulation_steps() > 1 and engine.zero_optimization_stage() == 2:
+    stage = engine.zero_optimization_stage()
+    if engine.gradient_accumulation_steps() > 1 and stage == 2:
         return
-    for owner in (engine, engine.optimizer, engine.module):
+    for owner in (engine.optimizer,) if stage == 3 else (engine, engine.optimizer, engine.module):
         inner = owner.zero_grad
 
         @functools.wraps(inner)

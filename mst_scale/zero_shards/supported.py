@@ -51,6 +51,11 @@ def check_engine(engine: Any) -> None:
         "zero_optimization.zero_hpz_partition_size": zero.zero_hpz_partition_size > 1,
         # DeepSpeed reduces gradients only over data_parallel_size, so ranks of one sequence would diverge
         "sequence_parallel_size": engine.sequence_parallel_size > 1 and not _names_same_weights(engine.mpu),
+        # then stage 3 adds up the gradients of a sequence's parts, which it averages otherwise
+        "zero_optimization.reduce_scatter = false and the mpu of UlyssesSPAttentionHF": stage == 3
+        and engine.sequence_parallel_size > 1
+        and hasattr(engine.mpu, "initialize_sequence_parallel")
+        and not zero.reduce_scatter,
         "a model-parallel unit (mpu)": not _known(engine),
         "Muon in layers or models split over ranks": is_cut_up(engine) and uses_muon(engine),
         "mixture-of-experts layers": bool(engine.has_moe_layers),

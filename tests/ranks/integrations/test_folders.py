@@ -69,6 +69,28 @@ def with_accelerate(rank, world, folder, stage, kind):
         return logits_of(engine)
 
 
+def state_dict_of_accelerate(rank, world, method):
+    """The state dict that Accelerate returns, and what the model answers."""
+    from accelerate import Accelerator, DeepSpeedPlugin
+
+    with opened():
+        made, optimizer, config = own_engine(deepspeed_config(1), "gpt2")
+        config["mst"] = {"method": method, "targets": {"lm_head": False}}
+        accelerator = Accelerator(deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=config))
+        engine, optimizer = accelerator.prepare(made, optimizer)
+        steps_of(engine, accelerator.backward, optimizer.step, 3)
+        engine.eval()
+        return accelerator.get_state_dict(engine), logits_of(engine)
+
+
+@pytest.mark.parametrize("method", ["powerprop", "top-kast"])
+def test_accelerate_returns_the_weights_that_layers_multiply_by(method):
+    state, expected = pool.run(state_dict_of_accelerate, 1, method)[0]
+    plain = model("gpt2").eval()
+    plain.load_state_dict(state)
+    torch.testing.assert_close(logits_of(plain), expected, rtol=0, atol=1e-5)
+
+
 def with_own_loop(rank, world, folder, stage, kind):
     made, optimizer, config = own_engine(deepspeed_config(stage), kind)
     engine, *_ = mst_scale.initialize(model=made, optimizer=optimizer, config=config)
