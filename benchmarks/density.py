@@ -295,7 +295,7 @@ def _mb(row: Row, what: str) -> str:
 
 def parser() -> Parser:
     """Return the parser of the options."""
-    made = command_line("mst bench density", __doc__, "the page benchmarks/results/density.md")
+    made = command_line("mst bench density", __doc__, "print the page benchmarks/results/density.md")
     made.add_argument("--stages", type=int, nargs="+", default=[0, 1, 2, 3], choices=range(4), help="ZeRO stages")
     made.add_argument("--layers", type=at_least(1), default=12, help="blocks of the model (default: 12)")
     made.add_argument("--tokens", type=at_least(2), default=64, help="length of a sequence, one per rank (default: 64)")

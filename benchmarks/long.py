@@ -117,7 +117,7 @@ def _or_dash(value: int | None) -> str:
 
 def main(arguments: Sequence[str]) -> int:
     """Run the benchmark and print its results."""
-    parser = command_line("mst bench long", __doc__, "the file benchmarks/results/long_context.md")
+    parser = command_line("mst bench long", __doc__, "print the file benchmarks/results/long_context.md")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="where to measure (default: cpu)")
     parser.add_argument("--lengths", type=at_least(1), nargs="+", default=list(LENGTHS), help="tokens of a sequence")
     parser.add_argument("--dtypes", choices=DTYPES, nargs="+", default=list(DTYPES), help="of weights and activations")

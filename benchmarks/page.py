@@ -19,11 +19,11 @@ if TYPE_CHECKING:
 Row = dict[str, Any]
 
 
-def command_line(prog: str, doc: str | None, markdown: str = "the file in benchmarks/results") -> Parser:
+def command_line(prog: str, doc: str | None, markdown: str = "print the file in benchmarks/results") -> Parser:
     """Return the command line of a benchmark with --json and --markdown; `doc` is the program's docstring."""
     found = Parser(prog=prog, description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     output = found.add_mutually_exclusive_group()
-    output.add_argument("--json", action="store_true", help="for machines")
+    output.add_argument("--json", action="store_true", help="print one JSON object")
     output.add_argument("--markdown", action="store_true", help=markdown)
     return found
 

@@ -149,17 +149,26 @@ def parser() -> Parser:
     source = found.add_mutually_exclusive_group(required=True)
     source.add_argument("--config", metavar="C", help="the experiment: a file, or a ready config by name")
     source.add_argument("--from", nargs="+", dest="files", metavar="FILE", help="results of `benchmarks.step`")
-    found.add_argument("--ranks", type=at_least(1), nargs="+", default=[1, 2, 4], help="numbers of processes (1 2 4)")
+    found.add_argument(
+        "--ranks",
+        type=at_least(1),
+        nargs="+",
+        default=[1, 2, 4],
+        metavar="N",
+        help="numbers of processes (default: 1 2 4)",
+    )
     found.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS), help="weak strong")
     found.add_argument(
         "--micro-batch-size", type=at_least(1), default=1, help="sequences per rank (strong: at the most ranks)"
     )
-    found.add_argument("--phase", default="ultra", help="of the schedule (ultra)")
-    found.add_argument("--method", metavar="M", help="overrides mst.method of our side")
+    found.add_argument("--phase", default="ultra", help="phase of the schedule (default: ultra)")
+    found.add_argument("--method", metavar="M", help="method of the sparse engine (default: the config's)")
     found.add_argument("--set", action="append", default=[], metavar="K=V", help="override any key, repeatable")
-    found.add_argument("--rounds", type=at_least(2), default=7, help="pairs of steps a point (7)")
-    found.add_argument("--threads", type=at_least(1), default=1, help="CPU threads a rank (1)")
-    found.add_argument("--plot", metavar="FILE", help="draw it: .png or .svg")
+    found.add_argument(
+        "--rounds", type=at_least(2), default=7, metavar="N", help="pairs of steps per point (default: 7)"
+    )
+    found.add_argument("--threads", type=at_least(1), default=1, metavar="N", help="CPU threads per rank (default: 1)")
+    found.add_argument("--plot", metavar="FILE", help="draw the result: .png or .svg")
     return found
 
 

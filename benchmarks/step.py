@@ -71,19 +71,37 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
 
 def parser() -> Parser:
     """Return the command line."""
-    found = command_line("mst bench step", __doc__, "the section that --append would add")
+    found = command_line("mst bench step", __doc__, "print the section that --append would add")
     found.add_argument("--config", required=True, metavar="C", help="the experiment: a file, or a ready config by name")
-    found.add_argument("--method", metavar="M", help="overrides mst.method of our side")
+    found.add_argument("--method", metavar="M", help="method of the sparse engine (default: the config's)")
     found.add_argument("--set", action="append", default=[], metavar="K=V", help="override any key, repeatable")
-    found.add_argument("--micro-batch-size", type=int, metavar="N", help="sequences per rank and step (the config's)")
     found.add_argument(
-        "--layers", type=_number_or_fit, metavar="N", help='instead of the config\'s; "fit": as many as fit on the GPU'
+        "--micro-batch-size", type=int, metavar="N", help="sequences per rank and step (default: the config's)"
     )
-    found.add_argument("--phases", nargs="+", metavar="P", help="only these: warmup ultra restore dense")
-    found.add_argument("--rounds", type=int, default=7, help="pairs of steps in each phase (7)")
-    found.add_argument("--ranks", type=int, default=1, help="processes to start here; a launcher's take precedence")
-    found.add_argument("--threads", type=int, help="CPU threads a rank (the cores, shared)")
-    found.add_argument("--append", metavar="FILE", help="add a section to this file, say benchmarks/results/step.md")
+    found.add_argument(
+        "--layers",
+        type=_number_or_fit,
+        metavar="N",
+        help='number of layers, or "fit": as many as fit on the GPU (default: the config\'s)',
+    )
+    found.add_argument(
+        "--phases", nargs="+", metavar="P", help="phases to measure: warmup, ultra, restore, dense (default: all)"
+    )
+    found.add_argument("--rounds", type=int, default=7, metavar="N", help="pairs of steps in each phase (default: 7)")
+    found.add_argument(
+        "--ranks",
+        type=int,
+        default=1,
+        metavar="N",
+        help="processes to start (default: 1); those of a launcher take precedence",
+    )
+    found.add_argument("--threads", type=int, metavar="N", help="CPU threads per rank (default: the cores, shared)")
+    found.add_argument(
+        "--append", metavar="FILE", help="add a section to this file, such as benchmarks/results/step.md"
+    )
+    found.add_argument(
+        "--device", choices=("cuda",), help="measure one GPU, with the options of `mst bench step --device cuda --help`"
+    )
     found.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)  # the deepspeed launcher passes it
     return found
 

@@ -318,10 +318,30 @@ def main(arguments: Sequence[str]) -> int:
     """Run the benchmark and print its results."""
     parser = command_line("mst bench step --device cuda", __doc__)
     option = parser.add_argument
-    option("--shapes", nargs="+", choices=list(SHAPES), default=["6.7B", "1.5B"], metavar="S", help="(6.7B 1.5B)")
-    option("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS), metavar="V", help="(all)")
-    option("--micro-batches", type=at_least(1), default=8, metavar="N", help="per optimizer step (8)")
-    option("--rounds", type=at_least(2), default=6, help="rounds of several steps (6)")
+    option(
+        "--shapes",
+        nargs="+",
+        choices=list(SHAPES),
+        default=["6.7B", "1.5B"],
+        metavar="S",
+        help="model widths (default: 6.7B 1.5B)",
+    )
+    option(
+        "--variants",
+        nargs="+",
+        choices=VARIANTS,
+        default=list(VARIANTS),
+        metavar="V",
+        help="kinds of masks (default: all)",
+    )
+    option(
+        "--micro-batches",
+        type=at_least(1),
+        default=8,
+        metavar="N",
+        help="micro-batches per optimizer step (default: 8)",
+    )
+    option("--rounds", type=at_least(2), default=6, metavar="N", help="rounds of several steps (default: 6)")
     options = parse(parser, arguments)
     rows, about = run(options.shapes, options.variants, options.micro_batches, options.rounds), machine()
     return tell(options, rows, table(rows), about)

@@ -255,8 +255,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     option = parser.add_argument
     option("--study", default="channels", metavar="NAME", help="(default: %(default)s)")
     option("--widths", type=at_least(4), nargs="+", default=[128, 256, 512], metavar="W", help="the study's goes first")
-    option("--rounds", type=at_least(2), default=30, help="steps of each (30)")
-    option("--threads", type=at_least(1), help="CPU threads (the cores)")
+    option("--rounds", type=at_least(2), default=30, metavar="N", help="steps of each (default: 30)")
+    option("--threads", type=at_least(1), metavar="N", help="CPU threads (default: the cores)")
     options = parse(parser, arguments)
     found = run_on(1, here, options)
     plan = read_plan(options.study)

@@ -214,8 +214,9 @@ the run's corpus no longer exists, the loss is measured on the validation split 
 
 --compact writes one compact file instead: model.safetensors with the nonzero weights and one bit per weight, and the
 tokenizer files. `mst generate` and `mst eval` read it, and so do programs without mst_scale (docs/generation.md). Its
-size is printed with that of the dense model. CHECKPOINT may then also be a folder that `mst export` has written: prune
-first, then compact.
+size is printed with that of the dense model. It is smaller only if the model is sparse: a run of method mst ends dense,
+one of recipe mst-small stays sparse. CHECKPOINT may then also be a folder that `mst export` has written: prune first,
+then compact.
 
 Tokenizer files are written for `byte`, `gpt2` and .tiktoken rank files, if the vocabulary is available.
 
@@ -225,7 +226,7 @@ examples:
   mst export runs/trainer exported/llama          # Trainer's output folder: its latest checkpoint-N
   mst export runs/demo exported/demo-90 --prune 0.9 --json
   mst export runs/gpt2 exported/gpt2-half --prune 0.5 --method wanda
-  mst export runs/demo compact/demo --compact
+  mst export runs/small compact/small --compact   # runs/small: mst launch local demo --set recipe=mst-small
   mst export runs/gpt2 exported/gpt2-24 --pattern 2:4 --method sparsegpt --calibration corpora/openwebtext
 """
 OF_EXPORT = ("dtype", "tokenizer", "config")
@@ -319,4 +320,10 @@ def _export_compact(args: argparse.Namespace) -> int:
     print(f"{done.out}: {done.parameters:,} parameters, {done.nonzero:,} of them not zero{step}")
     print(f"{done.bytes / 1e6:,.1f} MB; {share:.0%} of the {done.dense_bytes / 1e6:,.1f} MB that the dense model takes")
     print(f"tokenizer: {done.tokenizer or 'no files; name it with --tokenizer'}")
+    if not done.sparse_matrices:
+        why = f" (method {done.method} at step {done.step:,})" if done.method and done.step is not None else ""
+        print(
+            f"this model has no zeros{why}: --compact saves nothing. Export a checkpoint of the sparse phase, train "
+            "with a recipe that stays sparse (--set recipe=mst-small), or prune first (mst export --prune)"
+        )
     return 0

@@ -15,7 +15,8 @@ from mst_scale.errors import UserError
 
 TEXT = """\
 Continue a prompt with a trained GPT, on the CPU. Sparse matrices are multiplied from their nonzero values; the zeros
-are neither in memory nor computed. Attention follows the pattern that the checkpoint was trained with.
+are neither in memory nor computed. A model without zeros, such as one that method mst has trained to the end, gains
+nothing from this. Attention follows the pattern that the checkpoint was trained with.
 
 MODEL is the folder of a run (its latest complete checkpoint) or of a checkpoint, a compact file or its folder
 (mst export --compact), or a GPT-2 in a transformers folder (mst export).
@@ -28,9 +29,11 @@ where `text` is what follows the prompt, `tokens_per_s` does not include computi
 `weight_bytes` are those of the weights in memory, and `resident_bytes` the memory of the whole process.
 
 examples:
-  mst generate runs/demo --prompt "def " --tokens 100
-  mst generate runs/demo --prompt "class " --temperature 0 --json
-  mst generate compact/demo --prompt "import" --top-p 0.9 --seed 3 --stream
+  mst launch local demo --set recipe=mst-small --out runs/small    # a small model that stays sparse
+  mst generate runs/small --prompt "def " --tokens 100
+  mst generate runs/small --prompt "class " --temperature 0 --json
+  mst export runs/small compact/small --compact
+  mst generate compact/small --prompt "import" --top-p 0.9 --seed 3 --stream
 """
 ENDS = {
     "length": "stopped after --tokens",

@@ -18,8 +18,8 @@ saves a checkpoint before it stops.
   hostfile   the machines of a hostfile, over ssh or pdsh
   sweep      every combination of methods and seeds, with one of the launchers above, and a table of the results
 
-The arguments after LAUNCHER are passed to it: its options, then CONFIG, then arguments of mst_scale.pretrain. CONFIG
-is a file, or the name of a ready-made config:
+The arguments after LAUNCHER are passed to it: its options, then CONFIG, then arguments of mst_scale.pretrain, such as
+--out DIR, the folder of the run (default: runs/CONFIG-METHOD). CONFIG is a file, or the name of a ready-made config:
 
   {names}
 

@@ -67,9 +67,11 @@ def run(args: argparse.Namespace) -> int:
         raise UserError("--compute-frontier compares finished runs: leave out --watch")
     if args.watch:
         _watch(report, args.every or 30)
+    names = str(args.runs[0]) if len(args.runs) == 1 else f"{len(args.runs)} runs"
+    print(f"reading {names} …", file=sys.stderr, flush=True)
     report.read()
-    found = report.write_frontier(progress=_progress) if args.compute_frontier else report.write(progress=_progress)
-    _progress("")
+    progress = _Progress()
+    found = report.write_frontier(progress=progress) if args.compute_frontier else report.write(progress=progress)
     print(json.dumps(found) if args.json else _words(found))
     return 0
 
@@ -88,10 +90,22 @@ def _watch(report: Any, every: int) -> None:
         return
 
 
-def _progress(message: str) -> None:
-    if may_rewrite(sys.stderr):
-        sys.stderr.write(f"\r\x1b[K{message}")
-        sys.stderr.flush()
+class _Progress:
+    """Says on stderr how many figures are drawn: a bar on a terminal that disappears at the end, otherwise one line."""
+
+    bar: Any = None
+
+    def __call__(self, done: int, total: int) -> None:
+        if done == 0 and may_rewrite(sys.stderr):
+            from tqdm import tqdm  # type: ignore[import-untyped]
+
+            self.bar = tqdm(total=total, desc="drawing figures", unit=" figures", dynamic_ncols=True, leave=False)
+        elif done == 0:
+            print(f"drawing {total} figures …", file=sys.stderr, flush=True)
+        elif self.bar is not None:
+            self.bar.update(done - self.bar.n)
+        if self.bar is not None and done == total:
+            self.bar.close()
 
 
 def _words(found: dict[str, Any]) -> str:

@@ -40,6 +40,7 @@ class CompactExport:
         bytes: The size of the file.
         dense_bytes: The size of all parameters in the same dtype, stored dense.
         tokenizer: The tokenizer whose files were written.
+        method: The method that trained the model, if it is known.
     """
 
     source: Path
@@ -51,6 +52,7 @@ class CompactExport:
     bytes: int
     dense_bytes: int
     tokenizer: str | None
+    method: str | None
 
     def to_dict(self) -> dict[str, Any]:
         """Return it as JSON values, with the share of the dense size."""
@@ -102,7 +104,7 @@ def export_compact(
         logger.warning("%s", note)
     return CompactExport(
         path, out, weights.step, counts.parameters, counts.nonzero, counts.sparse, size, dense,
-        None if note else own,
+        None if note else own, about.get("method"),
     )  # fmt: skip
 
 

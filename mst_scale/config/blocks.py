@@ -238,12 +238,12 @@ class TrainingConfig:
         default="cosine", description="`wsd` is constant, then linear. The peak rate is `optimizer.params.lr`."
     )
     warmup: Duration = Field(
-        default=1 / 70, description="Duration of the warm-up (2,000 of the paper's 140,000 steps)."
+        default=1 / 70, description="Duration of the learning rate's warm-up (2,000 of the paper's 140,000 steps)."
     )
     decay: Duration = Field(default=0.2, description="`wsd`: duration of the linear decay at the end.")
     restart: Duration = Field(
         default=0,
-        description="Duration after which the schedule restarts, including the warm-up; a `decay` stated as a share "
+        description="Duration after which the schedule restarts, including its warm-up; a `decay` stated as a share "
         "then refers to each part. `0`: never.",
     )
     min_lr: StrictFloat = Field(default=6e-5, ge=0, description="Final learning rate.")

@@ -4,6 +4,7 @@
   mst launch hostfile --hostfile hosts gpt3_1.3b --data /shared/fineweb --out /shared/runs/1.3b
 
   CONFIG           a file, or the name of a ready-made config
+  … --out DIR      after CONFIG: folder of the run (default: runs/CONFIG-METHOD, such as runs/demo-mst)
   --hostfile FILE  the machines, read here; this folder, the installation, CONFIG, the data and OUT must be at the same
                    path on all of them
   --launcher NAME  ssh (default) or pdsh

@@ -6,6 +6,7 @@
   mst launch local --elastic 1:4 gpt2_small --out runs/gpt2    # then, in another shell: echo 2 > runs/gpt2/ranks
 
   CONFIG              a file, or the name of a ready-made config
+  … --out DIR         after CONFIG: folder of the run (default: runs/CONFIG-METHOD, such as runs/demo-mst)
   --processes N       number of processes (default: one for each GPU; without a GPU, 2 on the CPU)
   --elastic MIN:MAX   let the number of processes change: as many as there are GPUs, at most MAX; fewer if a rank fails
                       twice in a row, or if the file of --ranks-from says so. At a change, the run saves and continues

@@ -4,6 +4,7 @@
   mst launch mpi --processes 16 --hostfile hosts gpt2_xl --out /shared/runs/xl
 
   CONFIG           a file, or the name of a ready-made config
+  … --out DIR      after CONFIG: folder of the run (default: runs/CONFIG-METHOD, such as runs/demo-mst)
   --processes N    number of ranks (default: one for each GPU of this machine; without a GPU, 2 on the CPU)
   --hostfile FILE  hosts in mpirun's own format (OpenMPI: NAME slots=8, MPICH: NAME:8); ranks fill them line by line
   --mpirun PATH    mpirun to use (default: the one on PATH)

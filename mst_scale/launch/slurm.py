@@ -5,6 +5,7 @@
   mst launch slurm --elastic 2:8 --time 24:00:00 --partition a100 gpt3_1.3b --out /shared/runs/1.3b
 
   CONFIG              a file, or the name of a ready-made config
+  … --out DIR         after CONFIG: folder of the run (default: runs/CONFIG-METHOD, such as runs/demo-mst)
   --nodes N           number of nodes (default 1)
   --nodes-by-phase P  a number of nodes for each phase: warmup=4,ultra=1,restore=4,dense=4 submits one job for each
                       change, which waits for the previous job and continues the run on its own nodes

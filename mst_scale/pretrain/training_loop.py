@@ -190,7 +190,7 @@ class Run:
         self.record.gather(mst)
         self.record.times.add(kind, time.monotonic() - began, moved=mst.changed_at == mst.step)
         if revived := mst.revived:
-            self.record_event("woke dead units", step=self.step, units=format_counts(revived))
+            self.record_event("revived dead units", step=self.step, units=format_counts(revived))
         last = self.step == t.steps
         logs, evaluates, saves = (
             last or bool(every and self.step % every == 0) for every in (t.log_every, t.eval_every, t.save_every)

@@ -37,6 +37,8 @@ from mst_scale.report.summary import Table
 
 MAX_SECTIONS = 8  # groups with sections of their own
 
+Progress = Callable[[int, int], None]  # of figures: how many are done, and of how many
+
 
 @dataclass
 class Figure:
@@ -99,11 +101,12 @@ class Report:
         return all(run.ended for run in self.runs)
 
     def write(
-        self, *, pictures: bool = True, refresh: int | None = None, progress: Callable[[str], None] = lambda _: None
+        self, *, pictures: bool = True, refresh: int | None = None, progress: Progress = lambda done, total: None
     ) -> dict[str, Any]:
         """Write the page and, with `pictures`, each figure as PNG and SVG; return a description for JSON.
 
-        With `refresh`, the page reloads itself after so many seconds.
+        With `refresh`, the page reloads itself after so many seconds. `progress` is called with the number of figures
+        that are done, and that of all, before the first and after each figure.
         """
         groups, runs = group_runs(self.runs), self.runs
         several = len(groups) > 1
@@ -133,7 +136,7 @@ class Report:
         page = self._write_page(f"Training report: {names}", _lead(runs), sections, refresh, headline)
         return {**page, "headline": headline, "runs": summary.rows(groups)}
 
-    def write_frontier(self, *, progress: Callable[[str], None] = lambda _: None) -> dict[str, Any]:
+    def write_frontier(self, *, progress: Progress = lambda done, total: None) -> dict[str, Any]:
         """Write the page of FLOP multipliers over the dense runs; return a description for JSON.
 
         Raises:
@@ -153,18 +156,19 @@ class Report:
         lead = f"{len(methods)} settings over FLOPs; runs that differ only in their seed are one setting."
         return {**self._write_page("FLOP multipliers", lead, [section]), "runs": frontier.rows(methods)}
 
-    def _draw(self, sections: Sequence[Section], pictures: bool, progress: Callable[[str], None]) -> None:
+    def _draw(self, sections: Sequence[Section], pictures: bool, progress: Progress) -> None:
         self.out.mkdir(parents=True, exist_ok=True)
         total, count = sum(len(section.plots) for section in sections), 0
+        progress(0, total)
         for section in sections:
             missing: dict[str, list[str]] = {}
             for plot in section.plots:
-                count += 1
-                progress(f"figure {count} of {total}")
                 try:
                     section.figures.append(self._draw_figure(plot, section.prefix, pictures))
                 except Missing as reason:
                     missing.setdefault(str(reason), []).append(plot.key)
+                count += 1
+                progress(count, total)
             run = f"{section.run}: " if section.run and len(self.runs) > 1 else ""
             section.notes += [f"{run}no figure of {', '.join(keys)}: {reason}" for reason, keys in missing.items()]
 

@@ -170,7 +170,7 @@ def _axes(
         raise Missing(f"no row has {column}" if x_axis is STEPS else f"no row with {column} has the FLOPs or time")
     axes, unit = figure.subplots(), 1.0
     if x_axis is STEPS:
-        steps_axis(axes)
+        steps_axis(axes, max(run.step for group in groups for run in group.runs))
     else:
         largest = max(float(curve.x.max()) for curve in known)
         unit, name = _time_unit(largest) if x_axis is TIME else flops_unit(largest)

@@ -201,9 +201,11 @@ def format_rounded(value: float) -> str:
     return format_count(float(f"{value:.3g}"))
 
 
-def steps_axis(axes: Axes) -> None:
-    """Label the x axis with optimizer steps."""
+def steps_axis(axes: Axes, last: float) -> None:
+    """Label the x axis with optimizer steps, from 0 to `last`, so that all charts over steps have one range."""
     axes.set_xlabel("optimizer step")
+    if last > 0:
+        axes.set_xlim(0, last)
     axes.xaxis.set_major_locator(ticker.MaxNLocator(7, integer=True))
     axes.xaxis.set_major_formatter(format_count)
     axes.margins(x=0)

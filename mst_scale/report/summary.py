@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import shlex
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -22,6 +23,8 @@ NONE = "–"
 MAX_EVENTS = 30
 MAX_COLUMNS = 5  # runs side by side
 LEAST_REDUCTION = 1.005  # a smaller one rounds to 1.00
+RENAMED_EVENTS = {"woke dead units": "revived dead units"}  # of older runs
+OF_LAUNCHERS = ("MST_LAUNCHER", "MST_RESTART", "MST_START")  # by which launchers recognize their runs
 Facts = dict[str, str]
 
 
@@ -193,7 +196,9 @@ def events(runs: Sequence[Run]) -> list[Table]:
         for event in objects(run.run_file.get("events")):
             values = {key: value for key, value in event.items() if key not in ("time", "what", "start")}
             details = ", ".join(f"{key.replace('_', ' ')} {_format_value(value)}" for key, value in values.items())
-            lines.append((event, f"{event.get('what', '?')}: {details}" if details else str(event.get("what", "?"))))
+            what = str(event.get("what", "?"))
+            what = RENAMED_EVENTS.get(what, what)
+            lines.append((event, f"{what}: {details}" if details else what))
         lines.sort(key=lambda line: str(line[0].get("time") or ""))
         shown = [(_format_time(entry.get("time")), text) for entry, text in lines][-MAX_EVENTS:]
         if shown:
@@ -208,8 +213,11 @@ def _format_value(value: Any) -> str:
 
 
 def _format_time(time: Any) -> str:
-    """`2026-01-02T03:04:05+0000` → `2026-01-02 03:04`."""
-    return str(time or "")[:16].replace("T", " ")
+    """`2026-01-02T03:04:05+0100` → `2026-01-02 03:04 UTC+01:00`."""
+    text = str(time or "")
+    zone = re.search(r"([+-]\d\d):?(\d\d)$", text[16:])
+    offset = "" if zone is None else " UTC" if zone[1][1:] == zone[2] == "00" else f" UTC{zone[1]}:{zone[2]}"
+    return text[:16].replace("T", " ") + offset
 
 
 # --- recipe and machine ---
@@ -292,9 +300,9 @@ def machine(run: Run) -> Facts:
         "started": _join(_format_time(start.get("time")), (len(run.starts), "starts") if len(run.starts) > 1 else None),
         "ended": _join(_format_time(start.get("ended")), start.get("how")),
         "ranks": _join(start.get("ranks")),
-        "hosts": _join(*(host if count == 1 else f"{host} × {count}" for host, count in ranks.items())),
+        "hosts": _join(*(host if count == 1 else f"{host} ({count} ranks)" for host, count in ranks.items())),
         "hardware": _join(start.get("device")),
-        "job": _join(*_object(start, "job").items()),
+        "job": _join(*(item for item in _object(start, "job").items() if item[0] not in OF_LAUNCHERS)),
         "commit": _join(
             str(git.get("commit") or "")[:12],
             f"{len(changed)} files changed" if isinstance(changed, list) and changed else None,

@@ -69,7 +69,7 @@ def _sparsity(run: Run) -> Plot:
             lower.stairs(strides, edges, baseline=None, color=theme.series[2], linewidth=2)
             lower.set(ylabel="attention\nstride", ylim=(0, 1.2 * max(strides)))
             lower.yaxis.set_major_locator(FixedLocator([1, max(strides)]))
-        steps_axis(lower)
+        steps_axis(lower, run.step)
 
     caption = "Share of the weights of the sparse matrices that are masked. Attention of stride 1 is dense."
     return Plot("sparsity", caption, draw, HEIGHT + 0.9 * strided)
@@ -82,7 +82,7 @@ def _over_steps(run: Run, key: str, title: str, caption: str, draw_lines: Callab
         axes = figure.subplots()
         shade_phases(axes, run, theme)
         draw_lines(axes, theme)
-        steps_axis(axes)
+        steps_axis(axes, run.step)
         axes.set_title(title)
 
     return Plot(key, caption, draw)
@@ -111,13 +111,17 @@ def _prune_and_grow(run: Run) -> Plot:
             raise Missing("no weight was pruned or grown at a topology step")
         looks = zip(counts, ("pruned", "grown", "pruned and grown back"), "o^s", theme.series[:3], strict=True)
         for count, label, marker, colour in looks:
-            there = count > 0
+            known = np.isfinite(count)
+            shown = np.where(count > 0, count, np.nan)[known]  # a logarithmic axis has no 0: the line breaks there
             look: dict[str, Any] = {"color": colour, "marker": marker, "markersize": 3.5, "linewidth": 0.8}
-            axes.plot(steps[there], count[there], label=label, **look)
+            axes.plot(steps[known], shown, label=label, **look)
         ratio_axis(axes.yaxis, float(positive.min()), float(positive.max()))
         axes.set_ylabel("weights between two rows")
 
-    caption = "Sums over all layers and the topology steps between two logged rows; the mean where rows are merged."
+    caption = (
+        "Sums over all layers and the topology steps between two logged rows; the mean where rows are merged. A line "
+        "breaks where the sum is 0."
+    )
     return _over_steps(run, "prune-grow", "Pruned and grown weights", caption, draw)
 
 
@@ -161,7 +165,8 @@ class LayerMap(NamedTuple):
 
 
 _COUNTS = (
-    "Sums over the topology steps between two logged rows; the mean where rows are merged. Blank where none were {}."
+    "Sums over the topology steps between two logged rows; the mean where rows are merged. "
+    "Blank where no weight was {}."
 )
 LAYER_MAPS = (
     LayerMap(
@@ -172,7 +177,8 @@ LAYER_MAPS = (
     ),
     *(
         LayerMap(
-            f"layers-{what}", what, what, f"Weights {what} in each layer", f"weights {what}", _COUNTS,
+            f"layers-{what}", what, what, f"Weights {what} in each layer", f"weights {what}",
+            _COUNTS.format(what),
             f"no weight was {what} at a topology step", format_rounded,
             lambda low, high: LogNorm(low, max(high, 1.01 * low)),
         )
@@ -220,7 +226,7 @@ def _layer_map(run: Run, shown: LayerMap) -> Plot:
         axes.invert_yaxis()
         axes.grid(visible=False)
         axes.tick_params(axis="y", length=0)
-        steps_axis(axes)
+        steps_axis(axes, run.step)
         axes.set_title(shown.title)
 
     labels = 0 if run.layers is None else min(LABELS, len(run.layers.names))

@@ -2,10 +2,13 @@
 
 The soft mask m in [0, 1] with Σm = k solves an optimal transport problem with an entropy term: m = sigmoid(β(|θ|/s −
 μ)), where μ is chosen to satisfy the sum. The forward pass multiplies by the k largest m·θ only; the gradient ignores
-this selection and differentiates the soft mask. k decreases along a cubic, as in the paper.
+this selection and differentiates the soft mask.
 
-Our choices: all costs are equal; s is the mean |θ| of the matrix, so that one β fits all layers; β is constant, while
-in the paper it rises during the first fifth of training.
+Differences from the authors' code. There, the fraction of kept weights falls linearly over the first fifth of training,
+β rises linearly until 80 % of it, the mask is frozen for the last 20 %, and one k for all layers decides which weights
+are kept. Here, k falls along a cubic during the warm-up (`mst.sparsity.warmup`, by default 1/14 of the run), β is
+constant, the mask follows the weights until the last step, and each matrix has its own k (`mst.sparsity.distribution`).
+All costs are equal, and s is the mean |θ| of the matrix, so that one β fits all layers.
 """
 
 from typing import Any

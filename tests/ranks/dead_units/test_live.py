@@ -300,5 +300,5 @@ def test_a_run_records_revived_units_in_its_files(tmp_path):
     assert dead_units[0] == 9 and dead_units[-1] == 0
     events = json.loads((tmp_path / "out" / "run.json").read_text())["events"]
     fell = [b["step"] for a, b in pairwise(rows) if b["dead_units"] < a["dead_units"]]
-    assert [event["step"] for event in events if event["what"] == "woke dead units"] == fell
+    assert [event["step"] for event in events if event["what"] == "revived dead units"] == fell
     assert any("of 64 MLP neurons" in event["units"] for event in events)

@@ -115,7 +115,7 @@ def story(folder):
 def test_by_default_a_spike_is_logged_and_the_run_continues(tmp_path):
     results = pool.run(spiky, 2, rolling(tmp_path, "out", action="log"), "jump")
     assert [code for code, _ in results] == [0, 0]
-    (event,) = [e for e in story(tmp_path)["events"] if e["what"] != "woke dead units"]
+    (event,) = [e for e in story(tmp_path)["events"] if e["what"] != "revived dead units"]
     assert event["what"] == "spike" and event["step"] == BAD + 1 and event["loss"] > event["bound"]
     assert tiny_run.rows(tmp_path / "out")[-1]["step"] == 20
     shutil.rmtree(tmp_path / "out")
@@ -126,6 +126,6 @@ def test_by_default_a_spike_is_logged_and_the_run_continues(tmp_path):
 def test_without_a_checkpoint_there_is_no_rollback(tmp_path):
     argv = [*rolling(tmp_path, "out"), "--set", "training.save_every=0"]
     assert [code for code, _ in pool.run(spiky, 2, argv, "jump")] == [0, 0]
-    assert [e["what"] for e in story(tmp_path)["events"] if e["what"] != "woke dead units"] == ["spike"]
+    assert [e["what"] for e in story(tmp_path)["events"] if e["what"] != "revived dead units"] == ["spike"]
     shutil.rmtree(tmp_path / "out")
     assert [code for code, _ in pool.run(spiky, 2, argv, "nan")] == [3, 3]

@@ -1,5 +1,6 @@
 """`mst report` as a user calls it: every figure of one run and of several; what is missing is a note; it watches."""
 
+import contextlib
 import html
 import json
 import re
@@ -14,13 +15,14 @@ from matplotlib.colors import to_hex
 from PIL import Image
 
 from mst_scale.cli import main
-from mst_scale.report import Figure, Report, Section, render_page
-from mst_scale.report.comparison import FLOPS, STEPS, TIME, gradient_norm, loss, throughput
+from mst_scale.report import Figure, Report, Section, render_page, summary
+from mst_scale.report.comparison import FLOPS, STEPS, TIME, comparison_charts, gradient_norm, loss, throughput
 from mst_scale.report.groups import group_runs
 from mst_scale.report.reader import Reader
-from mst_scale.report.style import DARK, LIGHT, render
+from mst_scale.report.style import DARK, LIGHT, Missing, render
 from mst_scale.report.summary import headline
 from mst_scale.report.summary import rows as table_rows
+from mst_scale.report.topology_charts import run_charts
 from tests.support import pool, tiny_run
 from tests.support import reported_runs as runs
 from tests.support.whole_runs import MST, arguments, attempt
@@ -131,7 +133,8 @@ def test_a_single_run_stands_upright_with_its_recipe_and_its_machine(tmp_path):
         "time": "2026-01-01T10:00:00+0000", "ended": "2026-01-01T11:00:00+0000", "how": "finished",
         "from_step": 0, "last_step": 600, "ranks": 3, "hosts": ["a", "a", "b"], "device": "NVIDIA H200",
         "git": {"commit": "0123456789abcdef", "changed": ["x.py"]}, "command": ["/bin/python", "-m", "m", "a b"],
-        "versions": {"python": "3.11", "torch": "2.8", "system": "Linux"}, "job": {"SLURM_JOB_ID": "7"},
+        "versions": {"python": "3.11", "torch": "2.8", "system": "Linux"},
+        "job": {"SLURM_JOB_ID": "7", "MST_LAUNCHER": "slurm", "MST_START": "1-2", "MST_RESTART": "0"},
     }  # fmt: skip
     nothing = {**start, "time": "2026-01-02T10:00:00+0000", "from_step": 600}
     (folder / "run.json").write_text(json.dumps({"starts": [start, nothing]}))
@@ -151,7 +154,8 @@ def test_a_single_run_stands_upright_with_its_recipe_and_its_machine(tmp_path):
         "precision": "bf16", "ZeRO stage": "1", "gradient clipping": "1.0", "seed": "1",
         "phases": "warm-up to step 43, ultra-sparse to step 471, restoration to step 514, dense to step 600",
         "sparsity": "96 % at most, erdos-renyi, variation sv", "attention": "strided, stride 8, dense from restore_end",
-        "started": "2026-01-01 10:00", "ended": "2026-01-01 11:00, finished", "ranks": "3", "hosts": "a × 2, b",
+        "started": "2026-01-01 10:00 UTC", "ended": "2026-01-01 11:00 UTC, finished",
+        "ranks": "3", "hosts": "a (2 ranks), b",
         "hardware": "NVIDIA H200", "commit": "0123456789ab, 1 files changed", "job": "SLURM_JOB_ID 7",
         "versions": "python 3.11, torch 2.8", "system": "Linux", "command": "python -m m 'a b'",
     }.items():  # fmt: skip
@@ -323,6 +327,63 @@ def test_the_page_begins_with_the_result_in_a_sentence(tmp_path):
 
 
 @pytest.mark.full
+def test_times_have_their_zone():
+    times = ("2026-01-02T03:04:05+0000", "2026-01-02T03:04:05-0330", "2026-01-02T03:04:05", None)
+    assert [summary._format_time(time) for time in times] == [
+        "2026-01-02 03:04 UTC", "2026-01-02 03:04 UTC-03:30", "2026-01-02 03:04", ""
+    ]  # fmt: skip
+
+
+def test_an_event_of_an_older_run_has_its_present_name(tmp_path):
+    folder = runs.write(tmp_path / "run")
+    event = {"time": "2026-01-01T10:00:00+0000", "what": "woke dead units", "step": 9, "units": "2 of 64 MLP neurons"}
+    (folder / "run.json").write_text(json.dumps({"events": [event]}))
+    reader = Reader(folder)
+    reader.update()
+    (table,) = summary.events([reader.run])
+    assert table.rows == [("2026-01-01 10:00 UTC", "revived dead units: step 9, units 2 of 64 MLP neurons")]
+
+
+def test_charts_over_steps_share_their_range_and_captions_are_complete(tmp_path):
+    reader = Reader(runs.write(tmp_path / "run", until=300))
+    reader.update()
+    (group,) = group_runs([reader.run])
+    plots = [*comparison_charts([group]), *run_charts(reader.run)]
+    assert [plot.key for plot in plots if "{" in plot.caption] == []
+    ranges = []
+    for plot in plots:
+        with contextlib.suppress(Missing):
+            axes = render(plot, LIGHT).axes
+            ranges += [(plot.key, ax.get_xlim()) for ax in axes if ax.get_xlabel() == "optimizer step"]
+    assert len(ranges) >= 8 and {limits for _, limits in ranges} == {(0, 300)}, ranges
+
+
+def test_a_line_of_counts_breaks_where_nothing_was_pruned(tmp_path):
+    folder = runs.write(tmp_path / "run")
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    moved = [row for row in rows if "layers" in row]
+    for row in moved[3:5]:
+        for layer in row["layers"].values():
+            layer["pruned"] = 0
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    reader = Reader(folder)
+    reader.update()
+    (plot,) = (plot for plot in run_charts(reader.run) if plot.key == "prune-grow")
+    line = next(line for line in render(plot, LIGHT).axes[0].lines if line.get_label() == "pruned")
+    assert list(line.get_xdata()) == [row["step"] for row in moved]
+    assert list(np.isnan(line.get_ydata()[:7])) == [False, False, False, True, True, False, False]
+
+
+@pytest.mark.parametrize("live", ["lines", "live"])
+def test_the_command_says_at_once_what_it_does(tmp_path, monkeypatch, capsys, live):
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 3.0}\n{"step": 2, "loss": 2.5}\n')
+    monkeypatch.setenv("MST_PROGRESS", live)
+    assert main(["report", str(tmp_path)]) == 0
+    error = capsys.readouterr().err
+    assert error.startswith(f"reading {tmp_path} …\n") and "drawing" in error
+    assert (error.count("\n") == 2 and error.endswith(" figures …\n")) == (live == "lines")
+
+
 def test_losses_of_events_are_rounded(tmp_path):
     folder = runs.write(tmp_path / "run", steps=600)
     spike = {"what": "spike", "step": 340, "loss": 3.8874151706695557, "bound": 3.2, "skipped": [1, 2]}

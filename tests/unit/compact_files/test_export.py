@@ -115,6 +115,14 @@ def test_a_compact_file_is_not_exported_again(tmp_path: Path, capsys: pytest.Cap
         assert "is a compact file already" in error and error.count("\n") == 1
 
 
+def test_a_model_without_zeros_is_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    for name, sparsity in (("sparse", 0.8), ("dense", 0.0)):
+        text_run(tmp_path / name, sparsity)
+        assert cli.main(["export", str(tmp_path / name), str(tmp_path / f"{name}-out"), "--compact"]) == 0
+        printed = capsys.readouterr().out
+        assert ("this model has no zeros (method dense at step 1): " in printed) == (name == "dense"), printed
+
+
 def test_a_compact_file_takes_no_other_config(tmp_path: Path):
     text_run(tmp_path / "run")
     export_compact(tmp_path / "run", tmp_path / "out")

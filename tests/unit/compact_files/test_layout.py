@@ -74,7 +74,7 @@ def test_the_lines_of_numpy_in_the_docs_read_a_file(tmp_path: Path):
     page = (ROOT / "docs" / "generation.md").read_text()
     code = next(block for block in re.findall(r"```python\n(.*?)```", page, re.S) if "unpackbits" in block)
     names: dict = {}
-    exec(code.replace("compact/demo", str(tmp_path)), names)
+    exec(code.replace("compact/small", str(tmp_path)), names)
     for name in ("sparse", "dense", "zeros", "norm"):
         assert np.array_equal(names["tensors"][name], model[name].numpy()), name
 
