@@ -74,7 +74,7 @@ def state_dict_of_accelerate(rank, world, method):
     from accelerate import Accelerator, DeepSpeedPlugin
 
     with opened():
-        made, optimizer, config = own_engine(deepspeed_config(1), "gpt2")
+        made, optimizer, config = own_engine(deepspeed_config(1), "llama")
         config["mst"] = {"method": method, "targets": {"lm_head": False}}
         accelerator = Accelerator(deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=config))
         engine, optimizer = accelerator.prepare(made, optimizer)
@@ -86,7 +86,7 @@ def state_dict_of_accelerate(rank, world, method):
 @pytest.mark.parametrize("method", ["powerprop", "top-kast"])
 def test_accelerate_returns_the_weights_that_layers_multiply_by(method):
     state, expected = pool.run(state_dict_of_accelerate, 1, method)[0]
-    plain = model("gpt2").eval()
+    plain = model("llama").eval()
     plain.load_state_dict(state)
     torch.testing.assert_close(logits_of(plain), expected, rtol=0, atol=1e-5)
 
