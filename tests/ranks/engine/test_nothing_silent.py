@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 import mst_scale
+from mst_scale.errors import UserError
 from mst_scale.zero_shards import loss_scale
 from tests.ranks.engine.test_own_models import hugging_face
 from tests.support import pool
@@ -278,3 +279,22 @@ def test_attention_of_a_transformers_model_in_a_users_module_is_sparse_or_the_li
     assert layers == 2 and "attention of 2 layers follows" in said[0] and "until step 12" in said[0]
     ((said, layers),) = pool.run(what_is_said, 1, WithDropout, config)
     assert layers == 0 and "attention stays dense: GPT2Config has attn_pdrop = 0.1" in said[0]
+
+
+# --- methods that need mst_scale.pretrain ---
+
+
+@pytest.mark.parametrize(
+    ("mst", "fix"),
+    [
+        ({"method": "tiny"}, "pass your own smaller model"),
+        ({"method": "dense-short"}, "set training.steps to the smaller number of steps"),
+        ({"method": "dense-short", "like": "/nonexistent"}, "set training.steps to the smaller number of steps"),
+    ],
+)
+@pytest.mark.parametrize("training", [{}, {"steps": 10}])
+def test_methods_that_choose_the_model_or_the_length(mst, fix, training):
+    config = {**deepspeed_config(0, 1), "mst": mst, "training": training}
+    method = mst["method"]
+    with pytest.raises(UserError, match=rf"method {method} is available only in mst_scale\.pretrain: .*{fix}"):
+        mst_scale.initialize(model=toy(), config=config)
