@@ -17,7 +17,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from mst_scale import zero_shards
 from mst_scale.comm import complete_environment, logger, own_loops, speak, under_mpi
 from mst_scale.compiled.first_use import announced
-from mst_scale.config import RECIPES, Experiment, MSTConfig, load, overridden_in_recipe, read, states
+from mst_scale.config import RECIPES, Experiment, MSTConfig, describe_unread, load, overridden_in_recipe, read, states
 from mst_scale.config.parallel import KEYS, check_pipeline, sizes_of
 from mst_scale.config.support import check_supported, precision_of
 from mst_scale.engine.checkpoint_calls import reshape_on_load, save_in_background
@@ -108,6 +108,8 @@ def initialize(
     cut_sequences(model, others.get("mpu"))
     if own_loop and (changes := overridden_in_recipe(source)):
         logger.info("%s", changes)
+    if own_loop and (ineffective := describe_unread(source)):
+        notes.append(ineffective)
     for note in notes:
         logger.warning("%s", note)
     zero_shards.hasten()

@@ -272,6 +272,14 @@ def test_a_pattern_that_is_sparse_by_its_name_alone_is_warned_of_in_a_transforme
     assert sum("mst.attention.stride" in line and "Use 4 " in line for line in said) == told
 
 
+def test_stated_keys_without_effect_are_named_once():
+    config = mst_config(1, 2, method="rigl")
+    config["mst"]["sparsity"] = {"max": 0.8, "warmup": 0.1}
+    config["mst"]["topology"]["mest_lambda"] = 2.0
+    said = [line for line in pool.run(warnings_of, 2, toy, config)[0] if "no effect with method" in line]
+    assert said == ["mst.sparsity.warmup, mst.topology.mest_lambda have no effect with method rigl: leave them out"]
+
+
 def test_attention_of_a_transformers_model_in_a_users_module_is_sparse_or_the_line_says_why_not():
     config = {**deepspeed_config(1, 1), "training": {"steps": 14}}
     config["mst"] = {"method": "mst", "attention": {"stride": 4}, "targets": {"include": ["inner.transformer.h.*"]}}
