@@ -10,6 +10,7 @@ parallel      tensor, sequence and pipeline parallelism of a config
 changes       keys that change the result, and the differences of a resumed run
 renamed       keys and values of version 0.1
 support       whether sparse training is exact with a key of DeepSpeed
+unread        keys of the block mst that the method does not read
 schema        writes the JSON schema
 """
 
@@ -38,4 +39,5 @@ from mst_scale.config.load import (
 )
 from mst_scale.config.method import MSTConfig, TargetsConfig
 from mst_scale.config.presets import MODELS, RECIPES
+from mst_scale.config.unread import describe_unread
 from mst_scale.methods import METHODS

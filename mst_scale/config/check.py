@@ -73,16 +73,17 @@ def check(experiment: Experiment) -> None:
 
 
 def _check_rate_fits(training: TrainingConfig) -> None:
-    """Check that the learning rate reaches a quarter of its peak in each part of the run; a recorded study has half."""
+    """Check that the decay is above a quarter of the peak when the warm-up ends; in a recorded study it is at half."""
     warmup, restart = in_steps(training.warmup, training.steps), in_steps(training.restart, training.steps)
     for part in [restart, training.steps - restart] if restart else [training.steps]:
         decay = in_steps(training.decay, part) if training.lr_schedule == "wsd" else 0
         if part and part - warmup < decay / 4 - 1:
             also = f" and training.decay ({decay:,})" if decay else ""
             of = f"one of the two parts of {part:,} steps" if restart else f"training.steps = {part:,}"
+            highest = (part + 1) / (warmup + decay)  # where the warm-up meets the decay
             raise UserError(
-                f"training.warmup ({warmup:,} steps){also} do not fit into {of}: the learning rate would not reach "
-                "a quarter of its peak; shorten one of them"
+                f"training.warmup ({warmup:,} steps){also} do not fit into {of}: the learning rate would reach only "
+                f"about {highest:.0%} of its peak; shorten one of them"
             )
 
 

@@ -101,7 +101,7 @@ def _composed(
     if method is not None and isinstance(raw.get("mst", {}), dict):
         _take_method(raw, method, where)
     for override in overrides:
-        _apply_override(raw, override)
+        apply_override(raw, override)
     return where, raw
 
 
@@ -213,7 +213,7 @@ def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return dict(pairs)
 
 
-def _apply_override(raw: dict[str, Any], override: str) -> None:
+def apply_override(raw: dict[str, Any], override: str) -> None:
     """Apply an override such as `mst.sparsity.max=0.9` in place; a value that is not JSON is a string.
 
     Raises:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import difflib
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from fnmatch import fnmatchcase
 from functools import cached_property
 from typing import Any, Literal
@@ -139,6 +139,11 @@ class MSTConfig:
             raise UserError(f"mst.like is for method dense-short, not for {self.method}: leave it out")
         if self.grow_from is not None and self.growth is None:
             raise UserError(f"mst.grow_from is for methods expand, ligo and stack, not for {self.method}: leave it out")
+        if self.sparsity.is_limited and (stated := self.sparsity.changed_durations(self._preset.get("sparsity", {}))):
+            raise UserError(
+                f"mst.sparsity.sparse_tokens and mst.sparsity.{stated[0]} both determine the length of the sparse "
+                "phase: leave one of them out"
+            )
         function, variation = self.function, self.sparsity.variation
         if function is not None and self.stays_dense and self.topology.granularity != "element":
             raise UserError(
@@ -156,6 +161,10 @@ class MSTConfig:
                 f"mst.sparsity.max = {self.sparsity.max:g}: the mst.options of method {self.method} determine the "
                 f"sparsity; set it to {given:g}"
             )
+
+    @property
+    def _preset(self) -> Mapping[str, Any]:
+        return {} if self.method is None else METHODS[self.method].preset
 
     @property
     def _draws_channels(self) -> bool:

@@ -17,7 +17,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from mst_scale import zero_shards
 from mst_scale.comm import complete_environment, logger, own_loops, speak, under_mpi
 from mst_scale.compiled.first_use import announced
-from mst_scale.config import RECIPES, Experiment, load, overridden_in_recipe, read, states
+from mst_scale.config import RECIPES, Experiment, MSTConfig, describe_unread, load, overridden_in_recipe, read, states
 from mst_scale.config.parallel import KEYS, check_pipeline, sizes_of
 from mst_scale.config.support import check_supported, precision_of
 from mst_scale.engine.checkpoint_calls import reshape_on_load, save_in_background
@@ -28,6 +28,7 @@ from mst_scale.engine.token_limit import unlimited, whole_size, with_durations
 from mst_scale.engine.types import MST, Engine
 from mst_scale.errors import UserError
 from mst_scale.hybrid_sparse_attention import SelfAttention
+from mst_scale.methods import METHODS
 from mst_scale.sparse_linear.layers import remove_products
 
 zero_shards.check_versions()
@@ -107,6 +108,8 @@ def initialize(
     cut_sequences(model, others.get("mpu"))
     if own_loop and (changes := overridden_in_recipe(source)):
         logger.info("%s", changes)
+    if own_loop and (ineffective := describe_unread(source)):
+        notes.append(ineffective)
     for note in notes:
         logger.warning("%s", note)
     zero_shards.hasten()
@@ -174,9 +177,10 @@ def _check_own_loop(config: dict[str, Any] | str | Path, experiment: Experiment,
     """Reject what only `mst_scale.pretrain` can do or know; return a note on keys that only it reads.
 
     Raises:
-        UserError: if phases are fractions of a run whose length only the user knows; if the initial weights are to be
-            grown; if there are two schedules of the learning rate.
+        UserError: if phases are fractions of a run whose length only the user knows; if only `pretrain` can do what
+            the method does; if there are two schedules of the learning rate.
     """
+    _check_method(experiment.mst)
     if experiment.mst.depends_on_length and not states(config, "training", "steps"):
         raise UserError(
             "training.steps is missing, and the phases of sparsity are fractions of the run: add "
@@ -190,11 +194,6 @@ def _check_own_loop(config: dict[str, Any] | str | Path, experiment: Experiment,
             "training.steps is not set, so masks stop moving at step %d: set it to the length of the run",
             experiment.training.steps,
         )  # fmt: skip
-    if experiment.mst.growth is not None:
-        raise UserError(
-            f"method {experiment.mst.method} is available only in mst_scale.pretrain: in your own training loop, load "
-            'the grown weights into the model, and choose "dense" or the method to continue with'
-        )
     blocks = read(config)[1]
     unread = [key for key in blocks.get("training", {}) if key not in READ]
     of_deepspeed = "scheduler" in experiment.deepspeed or others.get("lr_scheduler") is not None
@@ -210,3 +209,16 @@ def _check_own_loop(config: dict[str, Any] | str | Path, experiment: Experiment,
     names = ", ".join(f"training.{key}" for key in unread)
     rate = "; your loop sets the learning rate (docs/own_loop.md)" if "lr_schedule" in unread else ""
     return [f"{names}: no effect in your own training loop, because only mst_scale.pretrain reads them{rate}"]
+
+
+def _check_method(mst: MSTConfig) -> None:
+    """Reject methods that choose the model, its initial weights or the length of the run, which are the user's here."""
+    if mst.growth is not None:
+        fix = 'load the grown weights into the model, and choose "dense" or the method to continue with'
+    elif mst.method is not None and METHODS[mst.method].model:
+        fix = 'pass your own smaller model, and choose "dense"'
+    elif mst.method == "dense-short":
+        fix = 'choose "dense", and set training.steps to the smaller number of steps (mst flops)'
+    else:
+        return
+    raise UserError(f"method {mst.method} is available only in mst_scale.pretrain: in your own training loop, {fix}")

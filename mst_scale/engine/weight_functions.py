@@ -218,12 +218,15 @@ class WeightFunctions(Component, Criteria):
     def _check_pulls(self) -> None:
         """Check that the passes through each layer have added its pull once to the step that is about to be taken."""
         accumulation = self.engine.gradient_accumulation_steps()
-        for name, layer in self.layers.items():
-            if layer.added and (len(layer.added) > accumulation or sum(layer.added) != accumulation):
+        passes = {name: len(layer.added) for name, layer in self.layers.items() if layer.added}
+        for name, count in passes.items():
+            if count > accumulation or sum(self.layers[name].added) != accumulation:
+                fix = "exclude a weight that is not used exactly once per micro-batch with mst.targets.exclude"
+                if count != accumulation and len(set(passes.values())) == 1:  # as if the loop takes its steps later
+                    fix += f", or, if your loop takes a step after {count}, set gradient_accumulation_steps to {count}"
                 raise UserError(
-                    f"method {self.method}: {len(layer.added)} backward passes went through {name} in a step of "
-                    f"{accumulation} micro-batches, so the method's regularization would not be applied once: exclude "
-                    "a weight that is not used exactly once per micro-batch with mst.targets.exclude"
+                    f"method {self.method}: {count} backward passes went through {name} in a step of {accumulation} "
+                    f"micro-batches, so the method's regularization would not be applied once: {fix}"
                 )
         self._forget_pulls()
 

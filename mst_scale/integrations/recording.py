@@ -90,6 +90,7 @@ class Recording:
         self.paced: Row = {}  # … with its pace
         self.waits = False  # the latest row is not written yet
         self.closed = False  # no step will come that writes it
+        self.warned = False  # that a row has no loss
         self.saved_row: Row | None = None  # the row that waited when the loaded checkpoint was saved
         self._read_next_step()
         zero_shards.watch_losses(engine, self._add_loss)
@@ -226,6 +227,9 @@ class Recording:
     def _flush(self) -> None:
         if self.waits and self.newest is not None and self.record is not None:
             self.record.put(self.newest)
+            if self.newest.get("loss") is None and not self.warned:
+                self.warned = True
+                logger.warning("no loss is recorded: call engine.backward(loss), or recording.log(loss=…) after a step")
         self.waits = False
 
     def close(self) -> None:

@@ -162,6 +162,8 @@ class SparseTraining(TrainerCallback):
     def __init__(self, integration: Integration, trainer: Any):
         self.integration, self.trainer = integration, trainer
         self._recorded: weakref.ref[Recording] | None = None
+        self.validated: str | None = None
+        """The loss that is recorded as `val_loss`, if there are several evaluation sets."""
 
     @property
     def recording(self) -> Recording | None:
@@ -182,8 +184,27 @@ class SparseTraining(TrainerCallback):
             logs |= ours
             state.log_history[-1] |= ours
             self._show_in_bar(row)
-        elif "eval_loss" in logs and recording.mst.step == recording.step:  # else it has loaded its best checkpoint
-            recording.log(val_loss=float(logs["eval_loss"]))
+            return
+        key = self._validation_key(args, logs)
+        if key in logs and recording.mst.step == recording.step:  # else it has loaded its best checkpoint
+            recording.log(val_loss=float(logs[key]))
+
+    def _validation_key(self, args: Any, logs: dict[str, Any]) -> str | None:
+        """Return the name of the loss to record: with several evaluation sets, the one that selects the best model."""
+        losses = [key for key in logs if key.startswith("eval_") and key.endswith("_loss")]
+        if "eval_loss" in logs:
+            return "eval_loss"
+        if self.validated is None and losses:
+            sets = self.trainer.eval_dataset
+            names = [f"eval_{name}_loss" for name in sets] if isinstance(sets, dict) else losses
+            best = f"eval_{str(args.metric_for_best_model).removeprefix('eval_')}"
+            self.validated = best if best in names else names[0]
+            logger.info(
+                "%s is recorded as val_loss, of %s (metric_for_best_model selects another one)",
+                self.validated,
+                ", ".join(names),
+            )
+        return self.validated
 
     def on_train_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:
         recording = self.recording

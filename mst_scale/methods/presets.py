@@ -113,7 +113,7 @@ PRESETS: dict[str, Method] = {
     "gmp": Method(
         "prune by |w| along a cubic, grow nothing",
         {
-            "sparsity": {"variation": "gmp", "max": 0.8},
+            "sparsity": {"variation": "gmp", "max": 0.8, "start": 0.25, "warmup": 0.5},
             "topology": {"policy": "gmp", "random_ratio": None, **STILL},
             "attention": NO_HSA,
         },

@@ -5,6 +5,9 @@ The rate depends on the step only, so a resumed run only needs its step. After a
     cosine  lr = min + (peak - min) · (1 + cos(π x)) / 2, x = progress from the end of the warm-up to the last step
     wsd     lr = peak, then a linear decay to min over the last `decay` steps (warm-up, stable, decay)
 
+If the warm-up and the decay of `wsd` overlap, the smaller of the two rates applies. Earlier versions followed the
+warm-up to its end, and the rate then fell at once; the variant `rewarm` of the study `phases` was trained like that.
+
 With `training.restart`, the schedule including its warm-up restarts at that step: each part is a separate schedule. Use
 `wsd` for sparse training, because with `cosine` the rate is already low when the masks are removed. Matrices that can
 be masked may have a higher rate while they are sparse (`training.sparse_rate`).
@@ -48,13 +51,15 @@ def learning_rate(step: int, peak: float, training: TrainingConfig) -> float:
         total = restart
     elif restart:
         step, total = step - restart, total - restart
-    if step < warmup:
-        return peak * (step + 1) / warmup
     if training.lr_schedule == "cosine":
-        left = 0.5 * (1 + math.cos(math.pi * min(1.0, (step - warmup) / max(1, total - warmup))))
+        left = 0.5 * (1 + math.cos(math.pi * min(1.0, max(0, step - warmup) / max(1, total - warmup))))
     else:
         left = min(1.0, max(0, total - step) / max(1, in_steps(training.decay, total)))
-    return training.min_lr + (peak - training.min_lr) * left
+    decayed = training.min_lr + (peak - training.min_lr) * left
+    if step >= warmup:
+        return decayed
+    risen = peak * (step + 1) / warmup
+    return min(risen, decayed) if left < 1 else risen
 
 
 def rate_ratio(group: Mapping[str, Any], params: Mapping[str, Any]) -> float:

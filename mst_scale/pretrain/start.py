@@ -24,7 +24,7 @@ from mst_scale.checkpoints import finding
 from mst_scale.comm import Watch, logger
 from mst_scale.comm.parser import Parser, validate_folder
 from mst_scale.compiled import build_locks
-from mst_scale.config import RATE_DURATIONS, Experiment, load, overridden_in_recipe, read
+from mst_scale.config import RATE_DURATIONS, Experiment, describe_unread, load, overridden_in_recipe, read
 from mst_scale.config.check import check, check_growth
 from mst_scale.config.presets import config_file
 from mst_scale.errors import UserError
@@ -170,6 +170,8 @@ def read_experiment(args: argparse.Namespace) -> Experiment:
         validate_folder("--health", args.health.parent)
     command_of(args.on_event)
     check(experiment)
+    if unread := describe_unread(args.deepspeed_config, overrides, args.method):
+        logger.warning("%s", unread)
     if args.elastic:
         elastic.check_elastic(experiment.deepspeed)
     if branches:

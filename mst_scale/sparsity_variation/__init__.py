@@ -6,5 +6,5 @@ config     the block `mst.sparsity`, and the schedule that it states for a run
 
 # ruff: noqa: F401 (the names that other packages use)
 
-from mst_scale.sparsity_variation.config import DURATIONS, MIN_DEFAULT_INTERVAL, SparsityConfig
+from mst_scale.sparsity_variation.config import DURATIONS, LIMITED, MIN_DEFAULT_INTERVAL, SparsityConfig
 from mst_scale.sparsity_variation.schedule import PHASES, Phase, Point, Schedule, Segment

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Annotated, Literal, Protocol
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, Protocol
 
 from mst_scale.errors import UserError
 from mst_scale.sparsity_variation.schedule import Phase, Schedule
@@ -90,8 +91,8 @@ class SparsityConfig:
         default=None,
         description="Longest sparse phase of `sv`, `sd` and `gd` (warm-up, ultra and restoration together), in tokens "
         "per parameter (those of an untied head do not count); longer phases are shortened in proportion, to at least "
-        "one step each. Cannot be combined with "
-        "values of `warmup`, `ultra` or `restore`. `null`: no limit.",
+        "one step each, those of a method's preset too. Cannot be combined with values of `warmup`, `ultra` or "
+        "`restore` that the config states. `null`: no limit.",
     )
     stages: StrictInt = Field(default=5, ge=1, le=1000, description="Number of stages of a staged phase.")
     turn: Duration = Field(default=1 / 14, description="`acdc`: duration of each of its sparse and dense phases.")
@@ -114,21 +115,16 @@ class SparsityConfig:
         "weights.",
     )
 
-    def __post_init__(self) -> None:
-        if self.is_limited and (stated := self._stated_durations()):
-            raise UserError(
-                f"mst.sparsity.sparse_tokens and mst.sparsity.{stated[0]} both determine the length of the sparse "
-                "phase: leave one of them out"
-            )
-
     @property
     def is_limited(self) -> bool:
         """Whether the sparse phase has a limit in tokens per parameter."""
         return self.sparse_tokens is not None and self.variation in LIMITED
 
-    def _stated_durations(self) -> list[str]:
+    def changed_durations(self, preset: Mapping[str, Any]) -> list[str]:
+        """Return the durations of this variation that have neither their default nor the value of a preset."""
         fields = fields_of(type(self))
-        return [name for name in DURATIONS[self.variation] if getattr(self, name) != fields[name].default]
+        names = DURATIONS[self.variation]
+        return [name for name in names if getattr(self, name) not in (fields[name].default, preset.get(name))]
 
     def schedule(self, total_steps: int, moves: Moves, steps_per_token: float | None = None) -> Schedule:
         """Return the schedule of a run of `total_steps`.
@@ -187,7 +183,10 @@ class SparsityConfig:
         share = limit / math.fsum(_steps(getattr(self, name), total) for name in names)
         if share >= 1:
             return dataclasses.replace(self, sparse_tokens=None)
-        shortened = {name: share * getattr(self, name) for name in names}
+        stated = {name: getattr(self, name) for name in names}
+        shortened: dict[str, Any] = {
+            name: share * (d if isinstance(d, float) else d / total) for name, d in stated.items()
+        }
         return dataclasses.replace(self, sparse_tokens=None, **shortened)
 
     def _phases(self, total: int) -> tuple[Phase, ...]:

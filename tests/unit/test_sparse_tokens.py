@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from mst_scale.config import load, to_dict
 from mst_scale.errors import UserError
 from mst_scale.mixed_growing.config import TopologyConfig
 from mst_scale.sparsity_variation import Schedule, SparsityConfig
@@ -54,11 +55,42 @@ def test_a_limit_is_a_number_above_0_and_at_least_a_step():
 
 
 @pytest.mark.parametrize(
-    "stated", [{"warmup": 0.1}, {"ultra": 700}, {"restore": 0.0}, {"variation": "sd", "ultra": 0.5}]
+    "stated",
+    [
+        {"warmup": 0.1},
+        {"ultra": 700},
+        {"restore": 0.0},
+        {"variation": "sd", "ultra": 0.5},
+        {"method": "spdf", "ultra": 0.5},
+        {"method": "monarch", "warmup": 0.1},
+    ],
 )
 def test_a_limit_and_durations_exclude_each_other(stated: dict[str, Any]):
-    with pytest.raises(UserError, match=r"sparse_tokens and mst\.sparsity\.(warmup|ultra|restore)"):
-        SparsityConfig(sparse_tokens=20, **stated)
+    sparsity = {"sparse_tokens": 20, **stated}
+    mst = {"method": sparsity.pop("method", "mst"), "sparsity": sparsity}
+    name = next(name for name in ("warmup", "ultra", "restore") if name in stated)
+    with pytest.raises(UserError, match=rf"sparse_tokens and mst\.sparsity\.{name} both"):
+        load({"mst": mst})
+
+
+@pytest.mark.parametrize("method", ["spdf", "s-ste", "monarch", "pixelfly"])
+def test_a_limit_shortens_the_sparse_phase_of_a_preset(method: str):
+    model = {"n_layer": 2, "n_embd": 64, "n_head": 2, "seq_length": 128, "vocab_size": 257}
+
+    def until(steps: int, **sparsity: float) -> int | None:
+        config = {"train_batch_size": 8, "model": model, "training": {"steps": steps}}
+        experiment = load({**config, "mst": {"method": method, "sparsity": sparsity}})
+        assert load(to_dict(experiment)) == experiment
+        return experiment.schedule.sparse_until
+
+    steps = until(10**6, sparse_tokens=20)
+    assert steps == until(10**5, sparse_tokens=20) == round(20 * load({"model": model}).model.weights / (8 * 128))
+    assert until(1_000, sparse_tokens=20) == until(1_000), "not reached"
+
+
+def test_a_limit_shortens_phases_in_steps():
+    sparsity = SparsityConfig(variation="sd", warmup=500, ultra=1_500, sparse_tokens=20)
+    assert sparsity.schedule(10_000, TopologyConfig(), 50.0).sparse_until == 1_000
 
 
 def test_a_limit_has_no_effect_where_the_sparse_phase_does_not_come_first():

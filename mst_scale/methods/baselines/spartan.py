@@ -89,7 +89,7 @@ METHODS = {
     "spartan": Method(
         "a soft top-k, with a hard one on top",
         {
-            "sparsity": {"variation": "gmp", "max": 0.8},
+            "sparsity": {"variation": "gmp", "max": 0.8, "warmup": 0.5},
             "topology": {"policy": "gmp", "random_ratio": None, **STILL},
             "attention": NO_HSA,
             "targets": NO_HEAD,

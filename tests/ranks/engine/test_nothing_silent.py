@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 import mst_scale
+from mst_scale.errors import UserError
 from mst_scale.zero_shards import loss_scale
 from tests.ranks.engine.test_own_models import hugging_face
 from tests.support import pool
@@ -271,6 +272,14 @@ def test_a_pattern_that_is_sparse_by_its_name_alone_is_warned_of_in_a_transforme
     assert sum("mst.attention.stride" in line and "Use 4 " in line for line in said) == told
 
 
+def test_stated_keys_without_effect_are_named_once():
+    config = mst_config(1, 2, method="rigl")
+    config["mst"]["sparsity"] = {"max": 0.8, "warmup": 0.1}
+    config["mst"]["topology"]["mest_lambda"] = 2.0
+    said = [line for line in pool.run(warnings_of, 2, toy, config)[0] if "no effect with method" in line]
+    assert said == ["mst.sparsity.warmup, mst.topology.mest_lambda have no effect with method rigl: leave them out"]
+
+
 def test_attention_of_a_transformers_model_in_a_users_module_is_sparse_or_the_line_says_why_not():
     config = {**deepspeed_config(1, 1), "training": {"steps": 14}}
     config["mst"] = {"method": "mst", "attention": {"stride": 4}, "targets": {"include": ["inner.transformer.h.*"]}}
@@ -278,3 +287,22 @@ def test_attention_of_a_transformers_model_in_a_users_module_is_sparse_or_the_li
     assert layers == 2 and "attention of 2 layers follows" in said[0] and "until step 12" in said[0]
     ((said, layers),) = pool.run(what_is_said, 1, WithDropout, config)
     assert layers == 0 and "attention stays dense: GPT2Config has attn_pdrop = 0.1" in said[0]
+
+
+# --- methods that need mst_scale.pretrain ---
+
+
+@pytest.mark.parametrize(
+    ("mst", "fix"),
+    [
+        ({"method": "tiny"}, "pass your own smaller model"),
+        ({"method": "dense-short"}, "set training.steps to the smaller number of steps"),
+        ({"method": "dense-short", "like": "/nonexistent"}, "set training.steps to the smaller number of steps"),
+    ],
+)
+@pytest.mark.parametrize("training", [{}, {"steps": 10}])
+def test_methods_that_choose_the_model_or_the_length(mst, fix, training):
+    config = {**deepspeed_config(0, 1), "mst": mst, "training": training}
+    method = mst["method"]
+    with pytest.raises(UserError, match=rf"method {method} is available only in mst_scale\.pretrain: .*{fix}"):
+        mst_scale.initialize(model=toy(), config=config)

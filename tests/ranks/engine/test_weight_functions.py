@@ -181,23 +181,49 @@ def test_a_step_of_fewer_micro_batches_is_pulled_once_too(name, options):
 class Twice(torch.nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.layer, self.head = torch.nn.Linear(32, 32), torch.nn.Linear(32, 1)
+        self.layer, self.once, self.head = torch.nn.Linear(32, 32), torch.nn.Linear(32, 32), torch.nn.Linear(32, 1)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.head(self.layer(self.layer(x))).mean()
+        return self.head(self.once(self.layer(self.layer(x)))).mean()
 
 
-def one_step_of_a_weight_used_twice(rank: int, world: int):
-    raw = config("sr-ste", 1, world, targets={"include": ["layer.weight"]})
+def one_step_of_a_weight_used_twice(rank: int, world: int, included: list[str]):
+    raw = config("sr-ste", 1, world, targets={"include": included})
     engine, *_ = mst_scale.initialize(model=Twice(), config=raw)
     engine.backward(engine(torch.ones(2, 32)))
-    with pytest.raises(ValueError, match=r"2 backward passes went through layer\.weight in a step of 1"):
+    with pytest.raises(ValueError, match=r"2 backward passes went through layer\.weight in a step of 1") as error:
         engine.step()
-    return True
+    return str(error.value)
 
 
 def test_a_weight_that_would_be_pulled_twice_is_refused():
-    assert pool.run(one_step_of_a_weight_used_twice, 1) == [True]
+    (message,) = pool.run(one_step_of_a_weight_used_twice, 1, ["layer.weight", "once.weight"])
+    assert message.endswith("exclude a weight that is not used exactly once per micro-batch with mst.targets.exclude")
+    (message,) = pool.run(one_step_of_a_weight_used_twice, 1, ["layer.weight"])
+    assert message.endswith("set gradient_accumulation_steps to 2"), "which cannot be told from two micro-batches"
+
+
+def one_step_of_more_micro_batches(rank: int, world: int, managed: bool):
+    """Three backward passes in a step, of which the config states two."""
+    raw = config("sr-ste", 2, world, "fp32", 2)
+    raw["train_micro_batch_size_per_gpu"], raw["train_batch_size"] = 1, 2 * world
+    raw["managed_gradient_accumulation"] = managed
+    engine, *_ = mst_scale.initialize(model=model(), config=raw)
+    for part in range(3):
+        if managed:
+            engine.set_gradient_accumulation_boundary(part == 2)
+        engine.backward(engine(*batch(0, part, 4)))
+        if managed and part < 2:
+            engine.step()
+    with pytest.raises(ValueError, match=r"3 backward passes went through .* in a step of 2 micro-batches") as error:
+        engine.step()
+    return str(error.value)
+
+
+@pytest.mark.parametrize("managed", [True, False])
+def test_a_step_of_more_micro_batches_than_stated_names_the_key_that_states_them(managed):
+    (message,) = pool.run(one_step_of_more_micro_batches, 1, managed)
+    assert message.endswith("or, if your loop takes a step after 3, set gradient_accumulation_steps to 3")
 
 
 def on_one_batch(rank: int, world: int, name: str, precision: str):

@@ -1,6 +1,7 @@
 """A loop of one's own is recorded as `mst_scale.pretrain` records: rows, FLOPs, run.json, and on through a resume."""
 
 import json
+import logging
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -268,6 +269,35 @@ def test_convolutions_are_left_out():
 def test_a_rank_with_some_of_the_heads_counts_the_attention_of_all():
     layers = [SelfAttention(64, 4, tensor=group) for group in (None, TensorGroup(None, 0, 2))]
     assert [ModelLedger(layer).attention for layer in layers] == [[(64, True)]] * 2
+
+
+def without_engine_backward(rank, world, folder, logs):
+    said = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: said.append(record.getMessage())
+    logger = logging.getLogger("mst_scale")
+    logger.addHandler(handler)
+    try:
+        engine, *_ = mst_scale.initialize(model=toy(), config=mst_config(1, world))
+        recording = mst_scale.record(engine, folder, every=1)
+        for step in range(3):
+            loss = engine(*toy_batch(step, rank))
+            loss.backward()
+            engine.step()
+            if logs:
+                recording.log(loss=float(loss.detach()))
+        recording.close()
+    finally:
+        logger.removeHandler(handler)
+    return [row["loss"] for row in rows(folder)], [line for line in said if "no loss is recorded" in line]
+
+
+@pytest.mark.parametrize("logs", [False, True])
+def test_a_loop_without_engine_backward_is_told_once_how_to_record_its_loss(tmp_path, logs):
+    ((losses, said),) = pool.run(without_engine_backward, 1, str(tmp_path), logs)
+    assert len(losses) == 3 and all((loss is not None) == logs for loss in losses)
+    assert len(said) == (0 if logs else 1)
+    assert logs or "engine.backward(loss), or recording.log(loss=…)" in said[0]
 
 
 def noted_at_the_end(rank, world, folder):

@@ -1,6 +1,7 @@
 """transformers' Trainer trains sparsely, exactly as a loop of one's own."""
 
 import json
+import logging
 
 import pytest
 import torch
@@ -39,7 +40,7 @@ def keeping(seen):
     return Keeping
 
 
-def trained(folder, stage, kind, *, resume=None, callback=None, **more):
+def trained(folder, stage, kind, *, resume=None, callback=None, sets=None, **more):
     """Losses and mask digests step by step, what the model was given, and the trainer at its end."""
     from transformers import TrainerCallback
 
@@ -52,7 +53,11 @@ def trained(folder, stage, kind, *, resume=None, callback=None, **more):
     made = model(kind)  # before transformers knows of ZeRO-3, which would draw other weights
     args = arguments(folder, deepspeed_config(stage), **more)
     trainer = keeping(seen)(
-        made, args, train_dataset=Words(), eval_dataset=Words(8), callbacks=[Look(), *([callback] if callback else [])]
+        made,
+        args,
+        train_dataset=Words(),
+        eval_dataset=sets or Words(8),
+        callbacks=[Look(), *([callback] if callback else [])],
     )
     trainer.train(resume_from_checkpoint=resume)
     return trainer, seen, masks
@@ -290,3 +295,30 @@ def logged_seldom(rank, world, folder):
 def test_the_last_step_has_a_row_and_an_evaluation_after_training_joins_it(tmp_path):
     ((loss, rows),) = pool.run(logged_seldom, 1, str(tmp_path))
     assert [(row["step"], row.get("val_loss")) for row in rows] == [(5, None), (10, None), (12, loss)]
+
+
+def with_two_sets(rank, world, folder, metric):
+    said = []
+    handler = logging.Handler(logging.INFO)
+    handler.emit = lambda record: said.append(record.getMessage())
+    logger = logging.getLogger("mst_scale")
+    logger.addHandler(handler)
+    more = {"eval_strategy": "steps", "eval_steps": 6, "per_device_eval_batch_size": 4, "metric_for_best_model": metric}
+    try:
+        with opened():
+            trainer, *_ = trained(folder, 1, "gpt2", sets={"web": Words(8), "code": Words(4)}, **more)
+    finally:
+        logger.removeHandler(handler)
+    history = [row for row in trainer.state.log_history if any(key.endswith("_loss") for key in row)]
+    return history, without_times(folder), [line for line in said if "val_loss" in line]
+
+
+@pytest.mark.parametrize(
+    ("metric", "name"), [(None, "web"), ("eval_code_loss", "code"), ("code_loss", "code"), ("eval_code_runtime", "web")]
+)
+def test_one_of_several_evaluation_sets_is_the_validation_set(tmp_path, metric, name):
+    ((history, rows, said),) = pool.run(with_two_sets, 1, str(tmp_path), metric)
+    losses = [(row["step"], row[f"eval_{name}_loss"]) for row in history if f"eval_{name}_loss" in row]
+    assert [(row["step"], row["val_loss"]) for row in rows if "val_loss" in row] == losses and len(losses) == 2
+    (line,) = said
+    assert line.startswith(f"eval_{name}_loss is recorded as val_loss, of eval_web_loss, eval_code_loss")

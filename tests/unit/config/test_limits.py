@@ -10,6 +10,7 @@ from mst_scale.config.check import check
 from mst_scale.config.deepspeed import DeepSpeedKeys
 from mst_scale.config.load import BLOCKS
 from mst_scale.errors import UserError
+from mst_scale.pretrain.schedules import learning_rate
 from mst_scale.validation import ZeroOr, keys_of
 
 MINIMAL = {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}}
@@ -133,17 +134,21 @@ def test_every_number_has_a_range_or_a_reason():
 
 
 @pytest.mark.parametrize(
-    "training",
+    ("training", "reached"),
     [
-        {"warmup": 900, "decay": 500},
-        {"warmup": 0.9, "decay": 0.9},
-        {"warmup": 200, "decay": 0.2, "restart": 100},
-        {"warmup": 10, "decay": 400, "restart": 100},
+        ({"warmup": 900, "decay": 500}, 72),
+        ({"warmup": 0.9, "decay": 0.9}, 56),
+        ({"warmup": 200, "decay": 0.2, "restart": 100}, 46),
+        ({"warmup": 10, "decay": 400, "restart": 100}, 25),
     ],
 )
-def test_a_learning_rate_that_would_not_reach_its_peak_is_rejected(training):
-    with pytest.raises(UserError, match=r"training\.warmup .* do not fit"):
-        check(load({**MINIMAL, "training": {"steps": 1000, "lr_schedule": "wsd", **training}}))
+def test_a_warmup_that_would_end_late_in_the_decay_is_rejected(training, reached):
+    config = {**MINIMAL, "training": {"steps": 1000, "lr_schedule": "wsd", "min_lr": 0.0, **training}}
+    with pytest.raises(UserError, match=rf"training\.warmup .* do not fit .* about {reached}% of its peak"):
+        check(load(config))
+    part = training.get("restart", 1000)
+    highest = max(learning_rate(step, 1.0, load(config).training) for step in range(part))
+    assert 100 * highest == pytest.approx(reached, abs=1)
     for fine in ({"warmup": 0.5, "decay": 0.5}, {"warmup": 0.05, "decay": 1.0}):
         check(load({**MINIMAL, "training": {"steps": 1000, "lr_schedule": "wsd", **fine}}))
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import mst_scale
+from mst_scale.config import load
 from mst_scale.methods import METHODS, WeightFunction
 from mst_scale.methods.baselines.pixelfly import pattern
 from mst_scale.methods.baselines.spartan import soft_mask
@@ -31,6 +32,18 @@ def gradient_of(of: WeightFunction, stored: torch.Tensor, kept: int, upstream: t
     of.weight(stored, kept, 1.0).backward(upstream)
     pull = of.pull(stored.detach(), kept, 1.0)
     return stored.grad if pull is None else stored.grad + pull
+
+
+@pytest.mark.parametrize(
+    ("name", "phases"),
+    [
+        ("gmp", [("dense", 0), ("warmup", 250), ("ultra", 750)]),
+        ("spartan", [("warmup", 0), ("ultra", 500)]),
+    ],
+)
+def test_gradual_pruning_takes_half_of_the_run(name, phases):
+    schedule = load({"training": {"steps": 1_000}, "mst": {"method": name}}).schedule
+    assert [(phase.name, phase.start) for phase in schedule.phases] == phases
 
 
 def test_the_largest_with_ties_to_the_lower_index():

@@ -40,6 +40,20 @@ def test_the_schedule_restarts_with_its_warmup_and_its_decay(step, rate):
     assert learning_rate(step, 1.0, again) == pytest.approx(rate, rel=1e-9)
 
 
+def test_where_warmup_and_decay_overlap_the_smaller_rate_applies():
+    overlapping = TrainingConfig(steps=10, lr_schedule="wsd", warmup=8, decay=8, min_lr=0.0)
+    rates = [learning_rate(step, 1.0, overlapping) for step in range(10)]
+    assert rates == [0.125, 0.25, 0.375, 0.5, 0.625, 0.625, 0.5, 0.375, 0.25, 0.125]
+
+
+@pytest.mark.parametrize("peak", [0.1, 6e-4, 0.003, 0.7])
+@pytest.mark.parametrize(("schedule", "decay"), [("wsd", 42), ("wsd", 43), ("wsd", 0), ("cosine", 0.2)])
+def test_without_overlap_the_warmup_is_a_line_to_the_bit(peak, schedule, decay):
+    """Down to a decay that begins with the first step after the warm-up, so that recorded runs continue identically."""
+    training = TrainingConfig(steps=49, lr_schedule=schedule, warmup=7, decay=decay, min_lr=1e-5)
+    assert [learning_rate(step, peak, training) for step in range(7)] == [peak * n / 7 for n in range(1, 8)]
+
+
 def test_each_part_of_a_restarted_cosine_is_a_cosine():
     again = TrainingConfig(steps=100, warmup=0, min_lr=0.1, restart=40)
     first, second = (TrainingConfig(steps=n, warmup=0, min_lr=0.1) for n in (40, 60))
