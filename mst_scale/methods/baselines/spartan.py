@@ -6,7 +6,7 @@ this selection and differentiates the soft mask.
 
 Differences from the authors' code. There, the fraction of kept weights falls linearly over the first fifth of training,
 β rises linearly until 80 % of it, the mask is frozen for the last 20 %, and one k for all layers decides which weights
-are kept. Here, k falls along a cubic during the warm-up (`mst.sparsity.warmup`, by default 1/14 of the run), β is
+are kept. Here, k falls along a cubic during the warm-up (`mst.sparsity.warmup`, by default half of the run), β is
 constant, the mask follows the weights until the last step, and each matrix has its own k (`mst.sparsity.distribution`).
 All costs are equal, and s is the mean |θ| of the matrix, so that one β fits all layers.
 """
