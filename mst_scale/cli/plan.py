@@ -88,7 +88,7 @@ def run(args: argparse.Namespace) -> int:
         found = {name: None if one is None else one.to_dict() for name, one in (("gain", expected), ("goal", advice))}
         print(json.dumps({**answer.to_dict(), **found}))
         return 0
-    print(format_plan(answer, [str(line) for line in (expected, advice) if line is not None]))
+    print(format_plan(answer, expected, advice))
     return 0
 
 

@@ -26,15 +26,13 @@ from statistics import median
 from typing import Any, NamedTuple, TextIO
 
 from mst_scale.comm import launched_rank, may_rewrite
+from mst_scale.units import flops_unit as flops_unit  # noqa: PLC0414  (report imports it from here)
 
 MIN_SECONDS = 0.5  # shorter parts of the startup are not listed
 WINDOW = 64  # steps in a median
 FEWEST = {"dense": 8, "dense weights": 8, "sparse": 20}  # steps that a median needs
 FIRST = 2  # steps of each kind that are ignored, because they allocate memory and compile kernels
 NOISE = 1.05  # no warning if the ratio of two medians is smaller
-UNITS = (
-    (1e24, "YFLOP"), (1e21, "ZFLOP"), (1e18, "EFLOP"), (1e15, "PFLOP"), (1e12, "TFLOP"), (1e9, "GFLOP"), (1e6, "MFLOP"),
-)  # fmt: skip
 
 
 class Starting:
@@ -186,11 +184,6 @@ def kind_of(mst: Any, densities: Mapping[str, float]) -> str | None:
     if all(density == 1 for density in densities.values()):
         return "dense" if mst.pattern.kind == "dense" or not mst.attended else "dense weights"
     return "sparse" if mst.point.sparsity == mst.schedule.max_sparsity else None
-
-
-def flops_unit(largest: float) -> tuple[float, str]:
-    """Return a divisor and its unit, by which the largest value becomes a small number."""
-    return next(((size, name) for size, name in UNITS if largest >= size), (1.0, "FLOP"))
 
 
 def clock(seconds: float) -> str:
