@@ -88,8 +88,8 @@ def _train_with_one_engine(
             run.advance()
             starting.done()
         elif ranks.first:
-            more = describe_extension(out, run.experiment)
-            run.record.say(f"{out} is finished ({first:,} steps); `mst report {out}` shows it{more}")
+            extension = describe_extension(out, run.experiment)
+            run.record.say(f"{out} is finished ({first:,} steps); `mst report {out}` shows it{extension}")
         run.to_the_end()
     except DivergedError as error:
         run.end_diverged(error)
