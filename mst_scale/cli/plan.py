@@ -73,8 +73,9 @@ def run(args: argparse.Namespace) -> int:
     from mst_scale.plan.expected_gain import advise, expect
     from mst_scale.plan.gpus import machine
 
+    experiment = load(args.config, args.set, args.method)
     gpus, nodes = _gpus_and_nodes(args)
-    experiment = shortened(load(args.config, args.set, args.method), gpus)
+    experiment = shortened(experiment, gpus)
     check(experiment)
     tokens = None if args.tokens is None else _tokens(args.tokens)
     target = machine(args.gpu, gpus, nodes, tuple(args.efficiency), args.network)

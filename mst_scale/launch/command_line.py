@@ -11,14 +11,13 @@ import math
 import os
 import re
 import shlex
-import tempfile
 from argparse import Namespace
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from mst_scale.comm import logger
-from mst_scale.comm.parser import validate_folder
+from mst_scale.comm.parser import validate_new_folder
 from mst_scale.config import Experiment
 from mst_scale.config.parallel import KEYS, sizes_of
 from mst_scale.config.presets import describe_missing, ready_configs
@@ -212,12 +211,7 @@ def check_places(config: str, arguments: Sequence[str]) -> tuple[Experiment, Pat
     if data.source is None and data.dir is not None and not Path(data.dir).is_dir():
         problem = "is not a folder" if Path(data.dir).exists() else "does not exist"
         raise UserError(f"data folder {data.dir} {problem}; `mst data SOURCE --out {data.dir}` makes a corpus")
-    validate_folder("--out", out)
-    there = next(folder for folder in (out, *out.absolute().parents) if folder.is_dir())
-    try:
-        tempfile.TemporaryDirectory(dir=there).cleanup()
-    except OSError as error:
-        raise UserError(f"--out {out} cannot be created: {error.strerror}; choose another folder") from None
+    validate_new_folder("--out", out)
     if experiment.training.init is None:  # the shape of other weights is read by the ranks
         validate_same_model(out, experiment)
     return experiment, out

@@ -136,7 +136,7 @@ def test_help_and_wrong_use(tmp_path, script):
     assert f"mst launch {script[:-3]} [options] CONFIG" in text.replace("--hostfile FILE ", "") and "--dry-run" in text
     for words, message in [
         ([], "no config was given"),
-        (["nowhere.json"], "nowhere.json: no such config file; the nearest ready-made config is "),
+        (["nowhere.json"], "nowhere.json: no such config file; ready-made are "),
         (["--wrong"], "unknown option --wrong"),
         (["--" + ("seeds" if script == "sweep.sh" else "restarts")], "needs a value"),
     ]:
