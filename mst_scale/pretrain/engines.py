@@ -87,6 +87,7 @@ def _train_with_one_engine(
             starting.begins("first step")
             run.advance()
             starting.done()
+            run.record.leave_out_first_step(run.step, run.step * run.batch)
         elif ranks.first:
             extension = describe_extension(out, run.experiment)
             run.record.say(f"{out} is finished ({first:,} steps); `mst report {out}` shows it{extension}")

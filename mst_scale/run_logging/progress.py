@@ -82,7 +82,8 @@ class ProgressLine:
         left = elapsed / max(1, row["step"] - self._first_step) * (self._total - row["step"])
         saved = []
         if row["flops"] < row["flops_dense"] or row["sparsity"]:
-            saved = [f"{row['phase']}, sparsity {row['sparsity']:.0%} of {row['target_sparsity']:.0%}"]
+            sparsity, target = f"{row['sparsity']:.0%}", f"{row['target_sparsity']:.0%}"
+            saved = [f"{row['phase']}, sparsity {sparsity}{'' if sparsity == target else f' of {target}'}"]
             if row["flops"]:  # of some models none are counted
                 size, unit = flops_unit(row["flops_dense"] - row["flops"])
                 flops = f"{(row['flops_dense'] - row['flops']) / size:.3g} {unit} saved"
@@ -92,14 +93,22 @@ class ProgressLine:
             ]
         parts = [
             f"step {row['step']:>{len(str(self._total))}}/{self._total}",
-            "no loss" if row["loss"] is None else f"loss {row['loss']:.4f}",
-            *saved,
-            f"{row['tokens_per_s']:,.0f} tokens/s",
             f"ETA {clock(left)}",
+            "no loss" if row["loss"] is None else f"loss {row['loss']:.4f}",
+            f"{row['tokens_per_s']:,.0f} tokens/s",
+            *saved,
         ]
-        line = " · ".join(parts)
-        width = shutil.get_terminal_size().columns - 1
-        self._put("\r" + line[:width].ljust(width) if self._live else line + "\n")
+        if self._live:
+            width = shutil.get_terminal_size().columns - 1
+            while len(parts) > 1 and len(" · ".join(parts)) > width:
+                parts.pop()
+            self._put("\r" + " · ".join(parts)[:width].ljust(width))
+        else:
+            self._put(" · ".join(parts) + "\n")
+
+    def begin(self, step: int) -> None:
+        """Estimate the time left from the steps after this one; the first step compiles and allocates."""
+        self._first_step, self._start = step, time.monotonic()
 
     def say(self, message: str) -> None:
         """Print a separate line, without breaking the progress line."""
