@@ -282,7 +282,11 @@ def _export(args: argparse.Namespace) -> int:
     step = "" if done.step is None else f", step {done.step:,}"
     share = f", {done.zeros / done.matrices:.2%} zeros in its sparse matrices" if done.matrices else ""
     size = f"{done.bytes / 1e6:,.1f} MB in {len(done.files)} file(s)"
-    print(f"{done.out}: {done.parameters:,} parameters, {size}{step}{share}")
+    parameters = f"{done.parameters:,} parameters"
+    if done.added_biases:
+        own = done.parameters - done.added_biases
+        parameters = f"{own:,} parameters ({done.parameters:,} with the biases of transformers' format, which are 0)"
+    print(f"{done.out}: {parameters}, {size}{step}{share}")
     if done.narrow:
         fewest, most, before = min(done.narrow["kept"]), done.narrow["n_inner"], done.narrow["before"]
         print(f"MLPs have {most:,} of {before:,} neurons: the others compute nothing and are left out")
