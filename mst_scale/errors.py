@@ -10,11 +10,13 @@ anything else    a crash: a traceback and exit code 1, restarted
 
 from __future__ import annotations
 
+import difflib
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 SHOWN = 80  # characters of a value in a message
+SIMILAR = 0.6  # of two names, from which on one may be meant by the other
 
 
 class UserError(ValueError):
@@ -66,3 +68,14 @@ def format_value(value: Any) -> str:
         return f"a number of {math.floor(abs(value).bit_length() * math.log10(2)):,} digits"
     text = ascii(value) if isinstance(value, str) and not value.isprintable() else repr(value)
     return text if len(text) <= SHOWN else f"{text[: SHOWN - 1]}…"
+
+
+def nearest(name: str, known: Iterable[str]) -> str | None:
+    """Return the known name that is the most similar to a mistyped one; None if none is similar."""
+    return next(iter(difflib.get_close_matches(name, list(known), n=1, cutoff=SIMILAR)), None)
+
+
+def suggestion(name: str, known: Iterable[str]) -> str:
+    """Return ": the nearest is 'gpt2_small'" for a message, or nothing if no known name is similar."""
+    near = nearest(name, known)
+    return "" if near is None else f": the nearest is {near!r}"

@@ -7,7 +7,6 @@ A block declares the type, range, default and description of each key. Validatio
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import types
 import typing
 from collections.abc import Callable, Iterator, Mapping
@@ -32,7 +31,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticCustomError, core_schema
 from typing_extensions import dataclass_transform
 
-from mst_scale.errors import UserError, format_value
+from mst_scale.errors import UserError, format_value, nearest
 
 Block = TypeVar("Block")
 MILLION = 10**6
@@ -205,8 +204,10 @@ def _format_unknown(cls: Any, path: str, key: str) -> str:
     known = [other for other, _ in keys_of(cls, path)]
     deeper = [other for other in known if other.startswith(f"{holder}.") and other.rpartition(".")[2] == name]
     siblings = [other.rpartition(".")[2] for other in known if other.rpartition(".")[0] == holder]
-    near = deeper or [f"{holder}.{other}" for other in difflib.get_close_matches(name, siblings, n=1, cutoff=0.0)]
-    hint = f"the nearest valid one is '{near[0]}'" if near else f"{holder} takes no keys here"
+    near = deeper or [f"{holder}.{other}" for other in [nearest(name, siblings)] if other]
+    hint = (
+        f"the nearest valid one is '{near[0]}'" if near else f"{holder} takes {', '.join(siblings) or 'no keys here'}"
+    )
     return f"unknown key {format_value(key)}: {hint}"
 
 

@@ -46,7 +46,7 @@ def parser() -> Parser:
         epilog="mst COMMAND --help describes a command and shows examples.",
     )
     top.add_argument("--version", action=_Version, nargs=0, help="print the versions of mst_scale, torch and DeepSpeed")
-    subparsers = top.add_subparsers(dest="verb", required=True, metavar="COMMAND")
+    subparsers = top.add_subparsers(dest="verb", metavar="COMMAND", parser_class=_Command)
     for name in dict.fromkeys(VERBS.values()):
         importlib.import_module(f"mst_scale.cli.{name}").add(subparsers)
     return top
@@ -93,6 +93,17 @@ def align(rows: Sequence[Sequence[str]], left: Sequence[int]) -> list[str]:
     ]
 
 
+class _Command(Parser):
+    """The parser of one command, which reports unknown options itself, since it knows similar ones."""
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Parse as `Parser` does; an unknown option is an error."""
+        found, rest = super().parse_known_args(args, namespace)
+        if rest:
+            self.error(f"unrecognized arguments: {' '.join(rest)}")
+        return found, rest
+
+
 class _Version(argparse.Action):
     """Prints the installed versions from the packages' metadata, without importing them."""
 
@@ -115,6 +126,9 @@ def main(argv: list[str] | None = None) -> int:
     try:
         try:
             args = parser().parse_args(argv)
+            if args.verb is None:
+                parser().print_help()
+                return 2
             code = int(args.run(args))
         except SystemExit:  # after --help
             _flush()

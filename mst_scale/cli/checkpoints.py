@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from mst_scale.cli import add_command, align, values_of
 from mst_scale.cli.data import parse_bytes
-from mst_scale.comm.parser import at_least, validate_folder
+from mst_scale.comm.parser import at_least, validate_new_folder
 from mst_scale.dead_units import format_counts
 from mst_scale.errors import UserError
 
@@ -110,6 +110,10 @@ def _write_masks(args: argparse.Namespace) -> int:
 
     if args.out.exists():
         raise UserError(f"{args.out} already exists: remove it, or choose another file")
+    if args.out.suffix != ".safetensors":
+        raise UserError(f"{args.out} is written as a safetensors file: name it {args.out.with_suffix('.safetensors')}")
+    if not args.out.parent.is_dir():
+        raise UserError(f"{args.out}: there is no folder {args.out.parent}: create it, or choose another file")
     weights = kept = 0
 
     def counted(masks: open_masks.Named) -> Iterator[Any]:
@@ -166,7 +170,7 @@ def _reshape(args: argparse.Namespace) -> int:
     from mst_scale.checkpoints.reshape import reshape
 
     if args.out is not None:
-        validate_folder("OUT", args.out)
+        validate_new_folder("OUT", args.out)
     done = reshape(args.path, args.out)
     if args.json:
         print(json.dumps(done.to_dict()))
@@ -259,7 +263,7 @@ def _export(args: argparse.Namespace) -> int:
     from mst_scale.compact_files.layout import is_compact
     from mst_scale.hugging_face.export import export
 
-    validate_folder("OUT", args.out)
+    validate_new_folder("OUT", args.out)
     if is_compact(args.checkpoint):
         raise UserError(
             f"{args.checkpoint} is a compact file already: export the run that it was written from, or give it to "
@@ -279,7 +283,11 @@ def _export(args: argparse.Namespace) -> int:
     step = "" if done.step is None else f", step {done.step:,}"
     share = f", {done.zeros / done.matrices:.2%} zeros in its sparse matrices" if done.matrices else ""
     size = f"{done.bytes / 1e6:,.1f} MB in {len(done.files)} file(s)"
-    print(f"{done.out}: {done.parameters:,} parameters, {size}{step}{share}")
+    parameters = f"{done.parameters:,} parameters"
+    if done.added_biases:
+        own = done.parameters - done.added_biases
+        parameters = f"{own:,} parameters ({done.parameters:,} with the biases of transformers' format, which are 0)"
+    print(f"{done.out}: {parameters}, {size}{step}{share}")
     if done.narrow:
         fewest, most, before = min(done.narrow["kept"]), done.narrow["n_inner"], done.narrow["before"]
         print(f"MLPs have {most:,} of {before:,} neurons: the others compute nothing and are left out")

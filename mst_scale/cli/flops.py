@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from mst_scale.cli import add_command, align
 from mst_scale.errors import UserError
+from mst_scale.units import format_flops
 
 if TYPE_CHECKING:
     from mst_scale.config import Experiment
@@ -182,6 +183,10 @@ def _both(flops: dict[str, Flops], dense: dict[str, Flops]) -> dict[str, Any]:
 
 
 COMPONENTS = ("qkv", "scores", "reduce", "proj", "ffw1", "ffw2", "head")
+COLUMNS = (
+    "Columns: qkv and proj are the matrices of attention, scores its products of queries and keys, and reduce those of "
+    "attention weights and values; ffw1 and ffw2 are the matrices of the MLP."
+)
 OPTIMIZER = "optimizer"  # a column if it is counted
 
 
@@ -195,7 +200,9 @@ def _table(found: dict[str, Any]) -> str:
         )
     lines.append(["whole run", f"{found['steps']:,}", "", "", *_figures(found["mean"], shown)])
     lines.append(["dense", "", "", "", *_figures(found["dense"], shown)])
-    lines.append(["tiny, dense", "", "", "", *_figures(found["tiny"], shown)])
+    has_tiny = found["tiny"]["gflops"]["paper"] < found["dense"]["gflops"]["paper"]  # else nothing is saved against it
+    if has_tiny:
+        lines.append(["tiny, dense", "", "", "", *_figures(found["tiny"], shown)])
     mean, tiny = found["mean"]["reduction"], found["against_tiny"]
     total, dense_steps = found["total_flops"], found["dense_steps"]
     text = [
@@ -204,22 +211,22 @@ def _table(found: dict[str, Any]) -> str:
         "",
         *align(lines, left=(0, 3)),
         "",
-        f"{mean['paper']:.2f}× fewer FLOPs than dense (causal: {mean['causal']:.2f}×); "
-        f"{tiny['paper']:.3g} times those of the tiny model (causal: {tiny['causal']:.3g}).",
+        f"{mean['paper']:.2f}× fewer FLOPs than dense (causal: {mean['causal']:.2f}×)"
+        + (f"; {tiny['paper']:.3g} times those of the tiny model (causal: {tiny['causal']:.3g})." if has_tiny else "."),
     ]
     if found["dense_head"]:
         head = found["dense_head"]["reduction"]
         text.append(f"With a dense LM head it would be {head['paper']:.2f}× (causal: {head['causal']:.2f}×).")
     text += [
-        f"The whole run: {found['steps']:,} steps × {found['sequences']:,} sequences = {total['paper']:.3g} FLOPs "
-        f"(causal: {total['causal']:.3g}).",
+        f"The whole run: {found['steps']:,} steps × {found['sequences']:,} sequences = {format_flops(total['paper'])} "
+        f"(causal: {format_flops(total['causal'])}).",
         f"The same FLOPs buy {dense_steps['paper']:,.0f} dense steps (causal: {dense_steps['causal']:,.0f}); "
         "--method dense-short --match-flops C trains the former.",
     ]
     if found["optimizer_flops"]:
         text.append(
-            f"Of these, {found['optimizer_flops']:.3g} are Muon's Newton-Schulz, on whole matrices once per step, as "
-            f"in a dense run: {found['optimizer_flops'] / total['paper']:.1%}."
+            f"Of these, {format_flops(found['optimizer_flops'])} are Muon's Newton-Schulz, on whole matrices once per "
+            f"step, as in a dense run: {found['optimizer_flops'] / total['paper']:.1%}."
         )
     if found["topology"]:
         t, then = found["topology"], found["topology"]["reduction"]
@@ -229,7 +236,7 @@ def _table(found: dict[str, Any]) -> str:
         )
     if found["grown"]:
         text.append(_format_growth(found["grown"], total))
-    return "\n".join([*text, found["ignored"]])
+    return "\n".join([*text, COLUMNS, found["ignored"]])
 
 
 def _format_growth(grown: dict[str, Any], total: dict[str, float]) -> str:
@@ -237,11 +244,11 @@ def _format_growth(grown: dict[str, Any], total: dict[str, float]) -> str:
     if grown["from"] is None:
         more = f" and of {steps}" if grown["steps"] else ""
         return f"Not included: the FLOPs of the smaller run{more}; count them with --from RUN."
-    more = f" and {grown['growth']['paper']:.3g} for {steps}" if grown["steps"] else ""
+    more = f" and {format_flops(grown['growth']['paper'])} for {steps}" if grown["steps"] else ""
     sums = {a: total[a] + grown["total"][a] for a in total}
     return (
-        f"Spent before its first step: {grown['run']['paper']:.3g} FLOPs of {grown['from']}{more}; the ledger of a run "
-        f"starts with them. In total: {sums['paper']:.3g} (causal: {sums['causal']:.3g})."
+        f"Spent before its first step: {format_flops(grown['run']['paper'])} of {grown['from']}{more}; the ledger of "
+        f"a run starts with them. In total: {format_flops(sums['paper'])} (causal: {format_flops(sums['causal'])})."
     )
 
 

@@ -73,8 +73,9 @@ def run(args: argparse.Namespace) -> int:
     from mst_scale.plan.expected_gain import advise, expect
     from mst_scale.plan.gpus import machine
 
+    experiment = load(args.config, args.set, args.method)
     gpus, nodes = _gpus_and_nodes(args)
-    experiment = shortened(load(args.config, args.set, args.method), gpus)
+    experiment = shortened(experiment, gpus)
     check(experiment)
     tokens = None if args.tokens is None else _tokens(args.tokens)
     target = machine(args.gpu, gpus, nodes, tuple(args.efficiency), args.network)
@@ -88,7 +89,7 @@ def run(args: argparse.Namespace) -> int:
         found = {name: None if one is None else one.to_dict() for name, one in (("gain", expected), ("goal", advice))}
         print(json.dumps({**answer.to_dict(), **found}))
         return 0
-    print(format_plan(answer, [str(line) for line in (expected, advice) if line is not None]))
+    print(format_plan(answer, expected, advice))
     return 0
 
 

@@ -1,7 +1,8 @@
-"""Formats a plan as text: a conclusion, then tables that fit 100 columns."""
+"""Formats a plan as text: a conclusion, then tables. Sentences are as wide as the terminal."""
 
 from __future__ import annotations
 
+import shutil
 import textwrap
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -9,38 +10,43 @@ from dataclasses import asdict
 from mst_scale.cli import align
 from mst_scale.plan.answer import Plan, describe_setting, overrides
 from mst_scale.plan.by_phase import PhaseOptions
+from mst_scale.plan.expected_gain import Advice, Expectation
 from mst_scale.plan.gpus import MEASURED
-from mst_scale.plan.recommend import Choice, describe_layout
+from mst_scale.plan.recommend import MEASURED_SIDES, Choice, describe_layout
+from mst_scale.units import format_bytes, format_count, format_time
 
-GB = 1e9
 CLOSE = 0.03  # a phase must be slower than dense by this much to be called slower
 SHOWN = 5  # ways to share a model
+SMALL = 0.01  # GPU-hours
+WIDEST, NARROWEST = 120, 40  # columns of sentences
+PHASES = {"warmup": "warm-up", "ultra": "ultra-sparse", "restore": "restoration"}
+BLOCKS_PAGE = "docs/studies.md#where-the-gain-comes-from"
+CAVEAT = "docs/blocks.md"
 
 
-def format_plan(plan: Plan, remarks: Sequence[str] = ()) -> str:
-    """Format the whole plan; `remarks` are sentences about the loss, which follow the conclusion."""
-    before, after = (_headline, _conclusion), (_layouts, _memory, _phases, _sides, _topology, _assumptions)
-    of_loss = "\n".join(_wrap(f"{remark[0].upper()}{remark[1:]}") for remark in remarks)
-    texts = [*(part(plan) for part in before), of_loss, *(part(plan) for part in after)]
+def format_plan(plan: Plan, expected: Expectation | None = None, advice: Advice | None = None) -> str:
+    """Format the whole plan, with the expected gain and the recipe that fits a goal, which comes first."""
+    texts = [_sentence(advice), _headline(plan, expected), _conclusion(plan), _sentence(expected)]
+    texts += [part(plan) for part in (_layouts, _memory, _phases, _sides, _topology, _assumptions)]
     return "\n\n".join(text for text in texts if text)
 
 
 def format_phases(phases: Sequence[PhaseOptions], gpus: int, gpu: str) -> str:
     """Format the fewest GPUs of each phase, the number with the fewest GPU-hours, and all GPUs."""
-    each = ["GB", "days", "GPU-h"]
-    rows = [["phase", "steps", "storage", "fewest", *each, "best", *each, f"{gpus:,}:", "days", "GPU-h"]]
+    each = ["memory", "time", "GPU-h"]
+    rows = [["phase", "steps", "storage", "fewest", *each, "best", *each, f"{gpus:,}:", "time", "GPU-h"]]
     totals = [0.0] * 6
     for phase in phases:
         row = [phase.name, f"{phase.steps:,}", "compact" if phase.compact else "dense"]
         for i, option in enumerate((phase.fewest, phase.best, phase.options[-1])):
-            days, hours = option.hours / 24, option.gpu_hours
-            where = [f"{option.gpus:,}", f"{option.choice.memory.needed / GB:.1f}"] if i < 2 else [""]
-            row += [*where, f"{days:,.3g}", f"{hours:,.0f}"]
-            totals[2 * i : 2 * i + 2] = totals[2 * i] + days, totals[2 * i + 1] + hours
+            seconds, hours = 3600 * option.hours, option.gpu_hours
+            where = [f"{option.gpus:,}", format_bytes(option.choice.memory.needed)] if i < 2 else [""]
+            row += [*where, format_time(seconds), _hours(hours)]
+            totals[2 * i : 2 * i + 2] = totals[2 * i] + seconds, totals[2 * i + 1] + hours
         rows.append(row)
     run = ["run", f"{sum(phase.steps for phase in phases):,}", ""]
     for i in range(3):
-        run += [*([""] * (2 if i < 2 else 1)), f"{totals[2 * i]:,.3g}", f"{totals[2 * i + 1]:,.0f}"]
+        run += [*([""] * (2 if i < 2 else 1)), format_time(totals[2 * i]), _hours(totals[2 * i + 1])]
     rows.append(run)
     about = (
         f"Each phase on up to {gpus:,} × {gpu}, at the same global batch and in the setting recommended for that many "
@@ -51,45 +57,64 @@ def format_phases(phases: Sequence[PhaseOptions], gpus: int, gpu: str) -> str:
     return "\n".join([*align(rows, [0, 2]), _wrap(about)])
 
 
-def _headline(plan: Plan) -> str:
-    """Describe the setting that saves the most time, or say that none does; empty for a dense run."""
+def _headline(plan: Plan, expected: Expectation | None) -> str:
+    """Describe the setting with the fastest run, or say that none saves time; empty for a dense run."""
     if not plan.sparse_parameters:
         return ""
     best, ranks = plan.best, plan.setting.ranks
-    days, dense = (f"{seconds / 86400:,.3g}" for seconds in (best.run_seconds, best.dense_seconds))
-    needed, now = (f"{memory.needed / GB:.1f}" for memory in (best.memory, plan.memory))
-    memory = f"{needed} GB per GPU" + (f" instead of {now}" if needed != now else ", unchanged")
+    needed, now = format_bytes(best.memory.needed), format_bytes(plan.memory.needed)
+    memory = f"{needed} per GPU" + (f" instead of {now}" if needed != now else ", unchanged")
     on = f"on {ranks:,} GPU{'s' if ranks > 1 else ''}"
-    run = f"{days} days instead of {dense} for a dense run ({_times(best.speedup)}) {on}"
+    times = f"{format_time(best.run_seconds)} instead of {format_time(best.dense_seconds)}"
+    run = f"{times} for a dense run of as many steps ({_speed(best.speedup)}) {on}"
     if not best.gains:
         return _wrap(
             f"No gain in time is expected from sparsity here: {run}; memory: {memory}. The FLOPs saved are below."
         )
     masks = "the masks of this config" if best.side is None else f"masks of {best.side} × {best.side} blocks"
-    lines = [_wrap(f"Best setting: {masks}: {run}; memory: {memory}. Expected, not measured.")]
+    lines = [_wrap(f"Fastest for the same number of steps: {masks}: {run}; memory: {memory}. {_estimate(plan)}")]
+    loss = "The same number of steps does not mean the same loss"
+    if expected is not None and (expected.gain is None or not expected.gain.is_established):
+        loss += "; no gain over dense training at equal loss is known at this size and length"
+    lines.append(_wrap(f"{loss}."))
     lines += [f"  {word}" for word in (*overrides(best.setting, plan.given), *best.overrides)]
     if best.side is not None:
-        own = _times(plan.dense_hours / plan.expected_hours)
-        lines.append(f"  Blocks increase the loss a little (docs/does-it-work.md). The plan without them ({own}):")
+        own = _speed(plan.dense_hours / plan.expected_hours)
+        lines.append(_wrap(f"Blocks increase the loss a little ({BLOCKS_PAGE}). The plan without them ({own}):"))
     return "\n".join(lines)
+
+
+def _estimate(plan: Plan) -> str:
+    """Say how far the expected times can be trusted."""
+    if plan.machine.gpu.name in MEASURED:
+        return "Expected, not measured."
+    gpu = plan.machine.gpu.name
+    return (
+        f"Expected, not measured: the efficiencies of {gpu} are assumed, and the gain is probably too high ({CAVEAT})."
+    )
 
 
 def _conclusion(plan: Plan) -> str:
     s, best = plan.setting, plan.recommended
     lines = [
-        f"It fits: {plan.memory.needed / GB:.1f} of {plan.machine.gpu.memory / GB:.0f} GB per GPU; a dense step takes "
-        f"about {_duration(plan.seconds.total)}, a dense run {plan.dense_hours:,.0f} GPU-hours."
+        _wrap(
+            f"As configured, it fits: {format_bytes(plan.memory.needed)} of {format_bytes(plan.machine.gpu.memory)} "
+            f"per GPU; a dense step takes about {format_time(plan.seconds.total)}, a dense run "
+            f"{format_time(plan.dense_hours / s.ranks * 3600)} ({_gpu_hours(plan.dense_hours)})."
+        )
     ]
     if plan.sparse_parameters:
         sparse, hours = plan.sparsest, plan.expected_hours
         lines.append(
-            f"Expected, not measured: {_duration(sparse.expected_seconds)} per step at {100 * sparse.sparsity:.0f} % "
-            f"sparsity ({_times(sparse.dense_seconds / sparse.expected_seconds)}), "
-            f"{hours / s.ranks / 24:,.3g} days for the run ({_times(plan.dense_hours / hours)})."
+            _wrap(
+                f"As configured, expected, not measured: {format_time(sparse.expected_seconds)} per step at "
+                f"{100 * sparse.sparsity:.0f} % sparsity ({_speed(sparse.dense_seconds / sparse.expected_seconds)}), "
+                f"{format_time(hours / s.ranks * 3600)} for the run ({_speed(plan.dense_hours / hours)})."
+            )
         )
     lines += [
-        f"{plan.parameters / 1e9:.3g} B parameters ({plan.sparse_parameters / 1e9:.3g} B sparse), "
-        f"{plan.tokens / 1e9:,.4g} B tokens in {plan.steps:,} steps of {s.batch:,} sequences",
+        f"{format_count(plan.parameters)} parameters ({format_count(plan.sparse_parameters)} sparse), "
+        f"{format_count(plan.tokens)} tokens in {plan.steps:,} steps of {s.batch:,} sequences",
         f"{s.ranks:,} × {plan.machine.gpu.name}: {describe_setting(s)}, "
         f"{s.accumulation} micro-batch{'es' if s.accumulation > 1 else ''} per step, {s.precision}",
     ]
@@ -100,9 +125,9 @@ def _conclusion(plan: Plan) -> str:
         )
     storage = plan.storage
     if storage["compact_phases"]:
-        lines.append(
-            _wrap(f"compact storage in the phases {', '.join(storage['compact_phases'])}, if pretrain runs it")
-        )
+        names = " and ".join(PHASES.get(name, name) for name in storage["compact_phases"])
+        plural = "s" if len(storage["compact_phases"]) > 1 else ""
+        lines.append(_wrap(f"compact storage in the {names} phase{plural} (only with `mst_scale.pretrain`)"))
     elif plan.experiment.mst.compute.compact == "auto" and plan.sparse_parameters:
         lines.append(f"dense storage of sparse layers: {storage['why_dense']}")
     elif plan.could_be_compact:
@@ -115,12 +140,13 @@ def _conclusion(plan: Plan) -> str:
             f"the config's micro-batch of {plan.given.micro} does not divide {s.batch:,} sequences on these GPUs: "
             f"{' '.join(overrides(s, plan.given))}"
         )
+    layout = "recommended layout" if plan.best.side is None else "recommended layout for these masks"
     if best.setting == s:
-        lines.append("recommended layout: this configuration")
+        lines.append(f"{layout}: this configuration")
         lines += [f"  {word}" for word in overrides(s, plan.given) if plan.given.sizes != s.sizes]
     else:
-        needed = f"{best.memory.needed / GB:.1f} GB, {_duration(best.seconds.total)} per step"
-        lines.append(f"recommended layout: {describe_setting(best.setting)} ({needed})")
+        needed = f"{format_bytes(best.memory.needed)}, {format_time(best.dense_step)} per dense step"
+        lines.append(_wrap(f"{layout}: {describe_setting(best.setting)} ({needed})"))
         lines += [f"  {word}" for word in overrides(best.setting, plan.given)]
     return "\n".join(lines)
 
@@ -129,34 +155,36 @@ def _layouts(plan: Plan) -> str:
     """Format the fastest ways to share the model."""
     if plan.setting.ranks == 1:
         return ""
-    rows = [["shared by", "ZeRO", "micro", "recompute", "GB", "sharing", "of ZeRO", "bubble", "step", ""]]
+    rows = [["shared by", "ZeRO", "micro", "recompute", "memory", "sharing", "of ZeRO", "bubble", "dense", "run", ""]]
     for choice in plan.layouts[:SHOWN]:
         s, t = choice.setting, choice.seconds
         waits = [_duration(x) if x else "–" for x in (t.sharing, t.exposed - t.sharing, t.bubble)]
         recommended = "*" if s.sizes == plan.recommended.setting.sizes else ""
         rows.append([
             describe_layout(s), str(s.stage), f"{s.micro} × {s.accumulation}", "yes" if s.recompute else "no",
-            f"{choice.memory.needed / GB:.1f}", *waits, _duration(t.total), recommended,
+            format_bytes(choice.memory.needed), *waits, _duration(t.total), _duration(choice.run_step), recommended,
         ])  # fmt: skip
     more = len(plan.layouts) - SHOWN
-    note = "* recommended; sharing: between GPUs that share the model; of ZeRO: not hidden behind backward"
+    note = "* recommended; dense: a dense step; run: an average step of the run; "
+    note += "sharing: between GPUs that share the model; of ZeRO: not hidden behind backward"
     note += f"; {more} more in --json" if more > 0 else ""
     return "\n".join([*_table(rows), _wrap(note), *map(_wrap, plan.why)])
 
 
 def _memory(plan: Plan) -> str:
-    head = "GB at ZeRO-|weights|grads|optim.|masks|activ.|buffers|needed|host|step|fits"
+    head = "ZeRO|weights|grads|optim.|masks|activ.|buffers|needed|host|step|fits"
     lines = [
         *_table([head.split("|"), *(_memory_row(choice, plan) for choice in plan.stages)]),
         f"* this configuration, {'with' if plan.setting.recompute else 'without'} activation checkpointing",
     ]
     if copied := plan.memory.snapshot:
-        lines.append(f"up to {copied / GB:.1f} GB of host memory per GPU hold a checkpoint until it is written")
+        lines.append(f"up to {format_bytes(copied)} of host memory per GPU hold a checkpoint until it is written")
     if kept := plan.kept_copies:
         gpu = plan.machine.gpu
         there = min(plan.setting.ranks, gpu.per_node) * gpu.host_memory
         lines.append(
-            f"up to {kept / GB:.1f} of {there / GB:.0f} GB of host memory per node hold copies (training.memory_every)"
+            f"up to {format_bytes(kept)} of {format_bytes(there)} of host memory per node hold copies "
+            "(training.memory_every)"
         )
     if plan.setting.separate_accumulation:
         precision = plan.setting.precision
@@ -169,7 +197,7 @@ def _memory_row(choice: Choice, plan: Plan) -> list[str]:
     where = {"none": "", "optimizer": " + host opt.", "optimizer + parameters": " + host all"}[s.offload]
     fits = "yes" if m.fits(plan.machine.gpu) else "no"
     parts = (m.weights, m.gradients, m.optimizer, m.masks, m.activations.total, max(m.buffers, 0), m.needed)
-    sizes = [f"{x / GB:.1f}" for x in (*parts, m.host + m.host_step)]
+    sizes = [format_bytes(x) for x in (*parts, m.host + m.host_step)]
     return [f"{s.stage}{where}", *sizes, _duration(choice.seconds.total), fits + (" *" if s == plan.setting else "")]
 
 
@@ -183,24 +211,28 @@ def _phases(plan: Plan) -> str:
         f"backward; MFU {100 * plan.mfu:.0f} %",
     ]
     if plan.sent:
-        sent = ", ".join(f"{size / GB:,.1f} GB ({axis})" for axis, size in plan.sent.items())
+        sent = ", ".join(f"{format_bytes(size)} ({axis})" for axis, size in plan.sent.items())
         lines.append(f"  each GPU sends {sent}")
     if not plan.sparse_parameters:
         return "\n".join(lines)
-    rows = [["phase", "steps", "sparse", "FLOPs", "dense step", "expected", "GPU-hours", "expected", "GB", "sends"]]
+    rows = [["phase", "steps", "sparse", "FLOPs", "dense step", "expected", "GPU-hours", "expected", "memory", "sends"]]
     for p in plan.phases:
         hours = p.steps * plan.setting.ranks / 3600
         rows.append([
             p.name, f"{p.steps:,}", f"{100 * p.sparsity:.0f} %", f"{100 * p.flops:.0f} %", _duration(p.dense_seconds),
-            _duration(p.expected_seconds), f"{hours * p.dense_seconds:,.0f}", f"{hours * p.expected_seconds:,.0f}",
-            f"{p.memory_bytes / GB:.1f}", f"{p.sent_bytes / GB:,.3g} GB",
+            _duration(p.expected_seconds), _hours(hours * p.dense_seconds), _hours(hours * p.expected_seconds),
+            format_bytes(p.memory_bytes), format_bytes(p.sent_bytes),
         ])  # fmt: skip
     of_run = [f"{plan.steps:,}", "", f"{100 * plan.flops:.0f} %", "", ""]
-    rows.append(["run", *of_run, f"{plan.dense_hours:,.0f}", f"{plan.expected_hours:,.0f}", "", ""])
+    rows.append(["run", *of_run, _hours(plan.dense_hours), _hours(plan.expected_hours), "", ""])
     lines += align(rows, [0])
-    speedup = _times(plan.dense_hours / plan.expected_hours)
-    lines.append(f"expected, not measured: {speedup} of the dense run's time, by a roofline of the kernels;")
-    lines.append(f"  FLOPs ÷{1 / plan.flops:.2f} in the causal accounting")
+    speed = _speed(plan.dense_hours / plan.expected_hours)
+    lines.append(
+        _wrap(
+            f"expected, not measured: the run is {speed}, by a roofline of the kernels; FLOPs ÷{1 / plan.flops:.2f} in "
+            "the causal accounting"
+        )
+    )
     if not plan.skips_products:
         lines.append("masked dense layers save FLOPs only: their products take as long as dense ones")
     slower = [p.name for p in plan.phases if p.expected_seconds > (1 + CLOSE) * p.dense_seconds]
@@ -222,13 +254,18 @@ def _sides(plan: Plan) -> str:
         return ""
     rows = [
         ["blocks of", *(str(x.side) if x.side > 1 else "single weights" for x in plan.sides)],
-        ["a step", *(_times(x.speedup) for x in plan.sides)],
-        ["its products", *(_times(x.products) for x in plan.sides)],
+        ["a step", *(_speed(x.speedup) for x in plan.sides)],
+        ["its products", *(_speed(x.products) for x in plan.sides)],
     ]
     title = f"expected, not measured: a dense step against one at {100 * plan.sparsest.sparsity:.0f} % sparsity"
     lines = [title, *align(rows, [0])]
     if plan.experiment.mst.topology.granularity != "channel":  # channels are chosen instead of blocks
+        measured = [x for x in plan.sides if x.side in MEASURED_SIDES]
         side = plan.best.side or 16
+        if plan.best.side and max(measured, key=lambda x: x.speedup).side != side:
+            lines.append(
+                _wrap(f"over the whole run, whose other phases are less sparse, blocks of {side} are the fastest")
+            )
         lines.append(f"to choose: --set mst.compute.backend=block --set mst.topology.granularity.block={side}")
     return "\n".join(lines)
 
@@ -242,12 +279,12 @@ def _topology(plan: Plan) -> str:
         ["time", *(_duration(seconds) for seconds in t.seconds.values())],
     ]
     storage = ", planned as if storage were dense," if plan.sparsest.compact else ","
-    masks = f" and {t.masks / 1e6:,.1f} MB of masks" if t.masks else ""
+    masks = f" and {format_bytes(t.masks)} of masks" if t.masks else ""
     about = (
-        f"topology step {t.step:,}{storage} in addition to the times above, sends {t.payload / 1e3:,.0f} kB in "
+        f"topology step {t.step:,}{storage} in addition to the times above, sends {format_bytes(t.payload)} in "
         f"{t.all_reduces} all-reduces{masks}: {_duration(t.here)} on {plan.setting.ranks:,} ranks; {t.rounds} of them "
         f"depend on the weights, and their number is assumed; {t.in_run:,} such steps in the run; a drift check sends "
-        f"{t.drift_payload / 1e3:,.1f} kB"
+        f"{format_bytes(t.drift_payload)}"
     )
     return "\n".join([_wrap(about), *align(rows, [0])])
 
@@ -267,18 +304,39 @@ def _assumptions(plan: Plan) -> str:
     ])  # fmt: skip
 
 
+def _sentence(remark: Expectation | Advice | None) -> str:
+    text = str(remark or "")
+    return _wrap(f"{text[:1].upper()}{text[1:]}")
+
+
 def _duration(seconds: float) -> str:
+    """Format the time of a step, in seconds or milliseconds."""
     if seconds >= 100:
         return f"{seconds:,.0f} s"
     return f"{seconds:.1f} s" if seconds >= 1 else f"{1e3 * seconds:.3g} ms"
 
 
-def _times(speedup: float) -> str:
-    return f"÷{speedup:.2f}"
+def _hours(hours: float) -> str:
+    """Format GPU-hours for a table."""
+    if 0 < hours < SMALL:
+        return f"< {SMALL}"
+    return f"{hours:,.0f}" if hours >= 100 else f"{hours:.3g}"
+
+
+def _gpu_hours(hours: float) -> str:
+    return f"under {SMALL} GPU-hours" if hours < SMALL else f"{_hours(hours)} GPU-hours"
+
+
+def _speed(speedup: float) -> str:
+    """Compare with a dense step or run, such as "1.69× faster"."""
+    if 0.995 < speedup < 1.005:
+        return "as fast"
+    return f"{speedup:.2f}× faster" if speedup > 1 else f"{1 / speedup:.2f}× slower"
 
 
 def _wrap(sentence: str) -> str:
-    return "\n".join(textwrap.wrap(sentence, 98, subsequent_indent="  ", break_on_hyphens=False))
+    width = min(shutil.get_terminal_size((100, 24)).columns, WIDEST)
+    return "\n".join(textwrap.wrap(sentence, max(width - 2, NARROWEST), subsequent_indent="  ", break_on_hyphens=False))
 
 
 def _table(rows: list[list[str]]) -> list[str]:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import stat
 import sys
+import tempfile
 import unicodedata
 from collections.abc import Callable
 from pathlib import Path
@@ -15,7 +17,7 @@ from mst_scale import _deprecated
 from mst_scale.comm.exits import end
 from mst_scale.comm.launch import launched_rank, several
 from mst_scale.comm.messages import logger
-from mst_scale.errors import UserError, format_value
+from mst_scale.errors import UserError, format_value, suggestion
 
 
 def at_least(least: int | float) -> Callable[[str], int | float]:
@@ -66,6 +68,20 @@ def validate_folder(option: str, path: Path) -> None:
         )
 
 
+def validate_new_folder(option: str, path: Path) -> None:
+    """Check that a folder can be created at `path`, by creating and removing one next to it.
+
+    Raises:
+        UserError: if it cannot.
+    """
+    validate_folder(option, path)
+    there = next(folder for folder in (path, *path.absolute().parents) if folder.is_dir())
+    try:
+        tempfile.TemporaryDirectory(dir=there).cleanup()
+    except OSError as error:
+        raise UserError(f"{option} {path} cannot be created: {error.strerror}; choose another folder") from None
+
+
 CHECKED_ELSEWHERE = ("set", "prompt")  # by the config, and by the tokenizer; a prompt may have several lines
 
 
@@ -106,6 +122,10 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Print an error as one line, on one rank, and exit with code 2."""
+        if found := re.match(r"unrecognized arguments: (--[^\s=]+)", message):
+            message += suggestion(found[1], self._option_string_actions)
+        elif found := re.search(r"invalid choice: '(.*)' \(choose from (.*)\)", message):
+            message += suggestion(found[1], re.findall("'([^']*)'", found[2]))
         printable = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in message)  # it quotes the arguments
         text = f"{printable} (see {self.prog} --help)"
         if several():

@@ -26,7 +26,7 @@ from mst_scale.config.method import MSTConfig
 from mst_scale.config.presets import MODELS, RECIPES, config_file, describe_missing
 from mst_scale.config.renamed import current_key, current_value, with_current_names
 from mst_scale.config.support import known_keys
-from mst_scale.errors import Damaged, UserError, format_value
+from mst_scale.errors import Damaged, UserError, format_value, suggestion
 from mst_scale.methods import METHODS
 from mst_scale.sparsity_variation import DURATIONS
 from mst_scale.validation import MAX_SEED, keys_of, parse
@@ -354,7 +354,5 @@ def _known(name: Any, table: Mapping[str, Any], key: str, where: str) -> str:
         return name
     if table is METHODS and name in list(RECIPES):
         raise UserError(f'{where}: {name!r} is a recipe, not a method: --set recipe={name}, or "recipe": "{name}"')
-    near = difflib.get_close_matches(str(name).lower(), table, n=1, cutoff=0.0)[0]
-    raise UserError(
-        f"{where}: unknown {key} {format_value(name)}: the nearest is {near!r} (there are {', '.join(table)})"
-    )
+    near = suggestion(str(name).lower(), table)
+    raise UserError(f"{where}: unknown {key} {format_value(name)}{near} (there are {', '.join(table)})")

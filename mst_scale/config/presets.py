@@ -5,10 +5,11 @@
 
 from __future__ import annotations
 
-import difflib
 import os
 from pathlib import Path
 from typing import Any
+
+from mst_scale.errors import nearest
 
 PACKAGE = Path(__file__).parents[1]  # mst_scale
 _BERT = {"arch": "bert", "seq_length": 512, "vocab_size": 30522, "bias": True}
@@ -108,6 +109,6 @@ def config_file(name: str | Path) -> Path:
 def describe_missing(name: str | Path) -> str:
     """Return the error message for a name that is neither a file nor a ready-made config."""
     ready = list(ready_configs())
-    near = difflib.get_close_matches(Path(name).name.removesuffix(".json"), ready, n=1, cutoff=0.0)
-    choice = f"; the nearest ready-made config is {near[0]!r} (of {', '.join(ready)})" if near else ""
-    return f"{Path(name)}: no such config file{choice}"
+    near, names = nearest(Path(name).name.removesuffix(".json"), ready), ", ".join(ready)
+    choice = f"the nearest ready-made config is {near!r} (of {names})" if near else f"ready-made are {names}"
+    return f"{Path(name)}: no such config file; {choice}"

@@ -134,12 +134,11 @@ def _first_difference(ours: dict[str, Any], theirs: dict[str, Any]) -> str | Non
 
 
 def _open(recipe: Recipe, out: Path) -> tuple[Tokenizer, Source]:
-    """Open tokenizer and source: files first, so that a wrong path is found early, and the hub last, which is slow."""
-    here = local_files(recipe) is not None
+    """Open the source, then the tokenizer: without a network, a source that does not exist is reported first."""
+    source = open_source(recipe)
     tokenizer = load_tokenizer(recipe.tokenizer_name)
-    source = open_source(recipe) if here else None
     _say(f"preparing {' '.join(recipe.paths)} with tokenizer {recipe.tokenizer_name} in {out}")
-    return tokenizer, open_source(recipe) if source is None else source
+    return tokenizer, source
 
 
 def _build(recipe: Recipe, text: tuple[Tokenizer, Source], unfinished: UnfinishedCorpus, workers: int) -> None:

@@ -16,7 +16,6 @@ Documents are read from the hub, or from files in a folder (`--data-dir`), named
 
 from __future__ import annotations
 
-import difflib
 import hashlib
 import json
 from collections.abc import Iterable, Mapping
@@ -25,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from mst_scale.data.sources import whole_text
-from mst_scale.errors import UserError
+from mst_scale.errors import UserError, suggestion
 
 Doc = dict[str, Any]
 
@@ -99,8 +98,8 @@ def choose(names: str | Iterable[str]) -> list[Task]:
         raise UserError(f"no task is given: choose from {', '.join(TASKS)}, or all")
     for name in wanted:
         if name not in TASKS:
-            near = difflib.get_close_matches(name.lower(), TASKS, n=1, cutoff=0.0)[0]
-            raise UserError(f"unknown task {name!r}: the nearest is {near!r} (there are {', '.join(TASKS)})")
+            near = suggestion(name.lower(), TASKS)
+            raise UserError(f"unknown task {name!r}{near} (there are {', '.join(TASKS)})")
     return [TASKS[name] for name in dict.fromkeys(wanted)]
 
 

@@ -68,6 +68,8 @@ class Exported:
         pruning: With pruning, its settings, and the names of matrices that were not pruned.
         narrow: With neurons left out, "n_inner", the number "before", those "kept" by each layer, and the weights that
             are "padding" to the widest layer.
+        added_biases: How many of the parameters are biases that the model does not have: transformers' format has
+            them, and they are 0.
     """
 
     checkpoint: Path
@@ -83,6 +85,7 @@ class Exported:
     losses: dict[str, float] = field(default_factory=dict)
     pruning: dict[str, Any] = field(default_factory=dict)
     narrow: dict[str, Any] = field(default_factory=dict)
+    added_biases: int = 0
 
     def to_dict(self) -> dict[str, Any]:
         """Return the result as JSON values."""
@@ -162,6 +165,7 @@ def export(
             out=out,
             step=source.step,
             parameters=sum(math.prod(shape) for shape in tensors.shapes.values()),
+            added_biases=tensors.added_biases,
             zeros=tensors.zeros,
             matrices=tensors.counted,
             files=[file.name for file in files],
@@ -265,6 +269,13 @@ class _Tensors:
         if neurons.width < neurons.before:
             self.neurons, self.model = neurons, replace(self.model, d_ff=neurons.width)
             self.shapes = {name: self._shape(entry) for name, entry in self.table.items()}
+
+    @property
+    def added_biases(self) -> int:
+        """The number of biases that the model does not have and the exported one does."""
+        return sum(
+            math.prod(self.shapes[name]) for name, entry in self.table.items() if entry.ours not in self.weights.shapes
+        )
 
     def _matrix(self, name: str) -> torch.Tensor:
         return self.pruned[name] if name in self.pruned else self.weights.read(name)

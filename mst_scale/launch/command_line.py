@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import math
 import os
+import re
 import shlex
 from argparse import Namespace
 from collections import Counter
@@ -16,10 +17,12 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from mst_scale.comm import logger
+from mst_scale.comm.parser import validate_new_folder
 from mst_scale.config import Experiment
 from mst_scale.config.parallel import KEYS, sizes_of
 from mst_scale.config.presets import describe_missing, ready_configs
 from mst_scale.errors import UserError
+from mst_scale.pretrain.resume import validate_same_model
 from mst_scale.pretrain.start import load_experiment, output_folder, parse_arguments, read_experiment
 
 PORTS = ("--port", "--ssh-port")
@@ -73,6 +76,8 @@ def read_options(
         if not value:
             raise UserError(f"{name} needs a value: see --help")
         if name in numbers:
+            if name in COUNTS and re.fullmatch("-[0-9]+", value):
+                raise UserError(f"{name} must be at least 1, not {value}")
             if not (value.isascii() and value.isdigit()):
                 raise UserError(f"{name} must be a number, not '{value}'")
             if name in PORTS and not 1 <= int(value) <= 65535:
@@ -188,3 +193,34 @@ def check_run(
                 f"{stated}: the {count} processes of {node} cannot be divided into groups of {tensor}, which must not "
                 f"span nodes: start a multiple of it on each node, or --set {KEYS['tensor']}={math.gcd(count, tensor)}"
             )
+
+
+def check_places(config: str, arguments: Sequence[str]) -> tuple[Experiment, Path]:
+    """Check the folders of a run that trains on this machine, before anything starts.
+
+    Returns:
+        The experiment and the folder of the run.
+
+    Raises:
+        UserError: There is no corpus, the folder of the run cannot be made, or it holds a run of another method.
+    """
+    with _quiet():
+        args = parse_arguments(["--deepspeed_config", config, *arguments])
+        experiment = load_experiment(args)
+    out, data = output_folder(args, experiment), experiment.data
+    if data.source is None and data.dir is not None and not Path(data.dir).is_dir():
+        problem = "is not a folder" if Path(data.dir).exists() else "does not exist"
+        raise UserError(f"data folder {data.dir} {problem}; `mst data SOURCE --out {data.dir}` makes a corpus")
+    validate_new_folder("--out", out)
+    if experiment.training.init is None:  # the shape of other weights is read by the ranks
+        validate_same_model(out, experiment)
+    return experiment, out
+
+
+def describe_run(config: str, arguments: Sequence[str], processes: int) -> str:
+    """Describe in one line what a launcher would start on this machine."""
+    experiment, out = check_places(config, arguments)
+    data, device = experiment.data, "on the CPU" if os.environ.get("DS_ACCELERATOR") == "cpu" else "on GPUs"
+    several = "process" if processes == 1 else "processes"
+    corpus = data.dir or f"corpora/{data.source}"
+    return f"{processes} {several} {device}, {experiment.training.steps:,} steps, corpus {corpus}, output {out}"

@@ -26,12 +26,13 @@ from __future__ import annotations
 
 import functools
 import os
+import sys
 from argparse import Namespace
 from collections.abc import Callable
 
 from mst_scale.comm import free_port
 from mst_scale.errors import UserError
-from mst_scale.launch.command_line import check_run, quoted, read_options
+from mst_scale.launch.command_line import check_places, check_run, describe_run, quoted, read_options
 from mst_scale.launch.elastic import FLAG, elastic_places, keep_changing
 from mst_scale.launch.environment import (
     default_processes,
@@ -73,6 +74,7 @@ def run(
 ) -> int:
     """Pretrain with this many processes of this machine, through DeepSpeed's launcher, and return the exit code."""
     check_run(config, [("this machine", processes)], arguments)
+    check_places(config, arguments)
     places = gpus() or [str(number) for number in range(processes)]
     if len(places) < processes:
         raise UserError(f"{processes} processes need as many GPUs, and there are {len(places)} ({', '.join(places)})")
@@ -80,6 +82,7 @@ def run(
     command = functools.partial(_command, places[:processes], config, arguments, port)
 
     if dry_run:
+        print(describe_run(config, arguments, processes), file=sys.stderr, flush=True)
         print(quoted(command(), shown_variables()))
         return 0
     supervisor = Supervisor(ask_ranks)
@@ -91,6 +94,7 @@ def _run_elastic(config: str, arguments: list[str], options: Namespace) -> int:
     if options.processes is not None:
         raise UserError(f"--processes {options.processes} is one number, and {FLAG} a range: leave one of them out")
     places = elastic_places(options.elastic, config, arguments, options.ranks_from, gpus)
+    check_places(config, arguments)
     _set_environment(places.allowed.most)
 
     if options.dry_run:

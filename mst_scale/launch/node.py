@@ -64,9 +64,10 @@ def ranks_of_node(
     encoded = base64.urlsafe_b64encode(json.dumps(world).encode()).decode()
     # the doctor takes no --local_rank, which DeepSpeed's launcher would put before its verb
     no_local_rank = [] if module == "mst_scale.pretrain" else ["--no_local_rank"]
+    # its only error says with which code a rank has exited: the rank has said why, and `restarts` repeats the code
     return [
         sys.executable, "-u", "-m", "deepspeed.launcher.launch", f"--world_info={encoded}", f"--node_rank={number}",
-        f"--master_addr={address}", f"--master_port={port}", "--log_level=error",
+        f"--master_addr={address}", f"--master_port={port}", "--log_level=critical",
         "--module", *no_local_rank, module, *arguments,
     ]  # fmt: skip
 

@@ -7,14 +7,18 @@ It is not restarted if that cannot help: after a usage error, or if it diverges 
 
 from __future__ import annotations
 
+import contextlib
 import os
 import secrets
+import signal
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
+from mst_scale.checkpoints.finding import list_tags
 from mst_scale.launch.command_line import seconds_in
 from mst_scale.launch.supervisor import Supervisor, say
-from mst_scale.pretrain.outcome import folder_of, outcome
+from mst_scale.pretrain.outcome import ELSEWHERE, folder_of, outcome
 
 RESTARTS = 3  # by default
 LONGEST_PAUSE = 600.0  # seconds
@@ -59,15 +63,35 @@ def keep_running(
         if time.monotonic() - began >= healthy:
             attempt = 0
         if attempt >= restarts:
-            say(f"the run ended with exit code {code}" + (f" again, after {restarts} restarts" if restarts else ""))
+            say(
+                f"the run ended with {describe_code(code)}" + (f" again, after {restarts} restarts" if restarts else "")
+            )
             return code
         seconds = min(pause * 2**attempt, LONGEST_PAUSE)
         attempt += 1
-        where = "a verified checkpoint" if code == CORRUPTED else "its latest complete checkpoint"
-        say(f"the run ended with exit code {code}; restarting from {where} in {seconds:g} s ({attempt} of {restarts})")
+        where = _restart_from(code, out)
+        say(f"the run ended with {describe_code(code)}; restarting {where} in {seconds:g} s ({attempt} of {restarts})")
         supervisor.pause(seconds)
         if supervisor.asked_to_stop():
             return code
+
+
+def describe_code(code: int) -> str:
+    """Describe an exit code; that of DeepSpeed's launcher is 256 minus the signal that ended a rank."""
+    with contextlib.suppress(ValueError):
+        if code > 128 + signal.SIGRTMAX:
+            return f"exit code {code} (a rank was ended by {signal.Signals(256 - code).name})"
+    return f"exit code {code}"
+
+
+def _restart_from(code: int, out: Path | None) -> str:
+    """Say from where a run is restarted."""
+    if code == CORRUPTED:
+        return "from a verified checkpoint"
+    is_here = out is not None and (out.exists() or os.environ.get("MST_LAUNCHER") not in ELSEWHERE)
+    if out is not None and is_here and not list_tags(out / "checkpoints"):
+        return "from the beginning"
+    return "from its latest complete checkpoint"
 
 
 def healthy_seconds() -> float:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import difflib
 import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated, Literal
 
-from mst_scale.errors import UserError
+from mst_scale.errors import UserError, suggestion
 from mst_scale.mixed_growing.policies import POLICIES, Policy, policy
 from mst_scale.validation import (
     MAX_SEED,
@@ -152,9 +151,8 @@ class TopologyConfig:
 
     def __post_init__(self) -> None:
         if self.policy not in POLICIES:
-            near = difflib.get_close_matches(self.policy, POLICIES, n=1, cutoff=0.0)[0]
-            known = ", ".join(POLICIES)
-            raise UserError(f"mst.topology.policy = {self.policy!r} is unknown: the nearest is {near!r} (of {known})")
+            near, known = suggestion(self.policy, POLICIES), ", ".join(POLICIES)
+            raise UserError(f"mst.topology.policy = {self.policy!r} is unknown{near} (of {known})")
 
 
 def grid_shape(shape: Sequence[int], side: int) -> tuple[int, int]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
+from operator import attrgetter
 from typing import Any
 
 from mst_scale.config import RATE_DURATIONS, Experiment
@@ -21,7 +22,7 @@ from mst_scale.plan.recommend import (
     Choice,
     best_masks,
     by_layout,
-    choice,
+    choices,
     fewest_gpus,
     fitting,
     layout_problem,
@@ -208,7 +209,8 @@ class Plan:
             "setting": asdict(found.setting),
             "memory": found.memory.to_dict(),
             "fits": found.memory.fits(self.machine.gpu),
-            "step_seconds": found.seconds.total,
+            "step_seconds": found.dense_step,
+            "run_step_seconds": found.run_step,
         }
 
 
@@ -240,7 +242,7 @@ def plan(
             f"recomputation: use {f'{enough:,} GPUs' if enough else f'more than {MOST_GPUS:,} GPUs or larger ones'}"
         )
     s = own if can_share and not fixed else recommended.setting
-    planned = choice(experiment, s, machine)
+    (planned,) = choices(experiment, [s], machine)
     if not planned.memory.fits(machine.gpu):
         raise UserError(
             f"{describe_setting(s)} needs {_needs(planned.memory)}, but {machine.gpu.name} has "
@@ -248,6 +250,8 @@ def plan(
             f"{describe_setting(recommended.setting)} fits in {_needs(recommended.memory)}: "
             f"{' '.join(overrides(recommended.setting, s))}"
         )
+    dense = recommend(found, own, fixed, attrgetter("dense_step"))
+    assert dense is not None
     rows = by_layout(found, recommended)
     why = not_proposed(recommended, rows, own)
     if not can_share:
@@ -262,9 +266,9 @@ def plan(
         setting=s,
         memory=planned.memory,
         seconds=planned.seconds,
-        stages=[choice(experiment, x, machine) for x in with_offload(s, (0, 1) if s.pipeline > 1 else (0, 1, 2, 3))],
+        stages=choices(experiment, with_offload(s, (0, 1) if s.pipeline > 1 else (0, 1, 2, 3)), machine),
         recommended=recommended,
-        best=best_masks(experiment, s, recommended.setting, machine),
+        best=best_masks(experiment, recommended, dense, machine),
         layouts=rows,
         why=why,
         phases=found_phases,

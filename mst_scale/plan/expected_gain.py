@@ -20,6 +20,7 @@ from typing import Any, Literal
 from mst_scale.config import RECIPES, Experiment, resolve
 from mst_scale.config.presets import SPARSE_TOKENS
 from mst_scale.sparsity_variation import SparsityConfig
+from mst_scale.units import format_count
 
 CONSTANT, OF_SIZE, OF_LENGTH, OF_LENGTH_SQUARED = 0.4085, -0.2900, -0.1218, -0.0749  # a, b, c, e
 FACTOR = 1.178  # a run lies between M / FACTOR and M · FACTOR with a probability of 95 %
@@ -101,8 +102,9 @@ class Expectation:
 
     def __str__(self) -> str:
         name = "this config" if self.recipe is None else self.recipe
-        size, length = f"{self.parameters / 1e6:.3g}", f"{self.tokens_per_parameter:.3g}"
-        of = f"{name} ({size} M parameters, {length} tokens per parameter)"
+        of = (
+            f"{name} ({format_count(self.parameters)} parameters, {self.tokens_per_parameter:.3g} tokens per parameter)"
+        )
         if self.gain is None:
             return f"expected FLOP multiplier of {of}: {self.why} ({PAGE})"
         verdict = "" if self.gain.is_established else ", so a gain is not established"
@@ -149,10 +151,8 @@ def _tokens_per_parameter(experiment: Experiment, sequences: int) -> float:
 
 
 def _measured() -> str:
-    sizes, lengths = (
-        f"{low:,.3g} to {high:,.3g}" for low, high in ([x / 1e6 for x in PARAMETERS], TOKENS_PER_PARAMETER)
-    )
-    return f"{sizes} M parameters, {lengths} tokens per parameter"
+    (small, large), (short, long) = map(format_count, PARAMETERS), TOKENS_PER_PARAMETER
+    return f"{small} to {large} parameters, {short:g} to {long:g} tokens per parameter"
 
 
 # --- which recipe fits a goal ---

@@ -7,10 +7,9 @@ cache, which no data sheet states, is that of a published microbenchmark.
 
 from __future__ import annotations
 
-import difflib
 from dataclasses import dataclass, fields, replace
 
-from mst_scale.errors import UserError
+from mst_scale.errors import UserError, suggestion
 
 GB, TERA = 10**9, 10**12
 
@@ -105,8 +104,7 @@ def gpu_named(name: str) -> GPU:
     """Look up a GPU; an unknown name is an error that suggests the nearest known one."""
     if name in GPUS:
         return GPUS[name]
-    near = difflib.get_close_matches(name.lower(), GPUS, n=1, cutoff=0.0)[0]
-    raise UserError(f"unknown GPU {name!r}: the nearest is {near!r} (known are {', '.join(GPUS)})")
+    raise UserError(f"unknown GPU {name!r}{suggestion(name.lower(), GPUS)} (known are {', '.join(GPUS)})")
 
 
 def machine(

@@ -1,8 +1,9 @@
 """Recommends how ranks share a model, a ZeRO stage, offload, micro-batch, recomputation and masks on given GPUs.
 
-The recommendation is the fastest by `step_time` of all settings that DeepSpeed and sparse training accept and that fit,
-at the config's own global batch. If others come within 3 % of it, it is the config's own or the simplest of them,
-because the estimates are not more precise than that.
+The recommendation is the setting with the fastest run by `step_time`, of all that DeepSpeed and sparse training accept
+and that fit, at the config's own global batch. If others come within 3 % of it, it is the config's own or the simplest
+of them, because the estimates are not more precise than that. A dense run is compared in the setting that is
+recommended for it, which may be another one.
 
 Ranks of a tensor-parallel group stay inside a node, whose GPUs they divide; a proposed sequence is shared inside a node
 too. DeepSpeed runs a pipeline at ZeRO stages 0 and 1, where sparse training accumulates gradients in the type they are
@@ -11,8 +12,9 @@ computed in, and divides no sequences there.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from operator import attrgetter, itemgetter
 
 from mst_scale.config import Experiment, ModelConfig
 from mst_scale.config.parallel import describe_conflict
@@ -21,29 +23,53 @@ from mst_scale.plan.gpus import Machine
 from mst_scale.plan.memory import Memory, memory
 from mst_scale.plan.roofline import in_channels
 from mst_scale.plan.setting import Setting, compact_of
-from mst_scale.plan.step_time import Seconds, may_be_blocks, run_seconds, step_seconds, with_blocks
+from mst_scale.plan.step_time import (
+    Seconds,
+    longest_stretches,
+    may_be_blocks,
+    mean_step_seconds,
+    run_seconds,
+    step_seconds,
+    with_blocks,
+)
 
 LARGEST_MICRO = 64  # beyond it matrix products do not become faster
 CLOSE = 0.03
+MUCH_SLOWER = 1.25  # a dense step, than the fastest: the run of such a setting is not estimated
 MOST_GPUS = 1 << 16
 FREE: Mapping[str, int] = {}
-MEASURED_SIDES = (16, 32)  # blocks whose cost in loss has been measured (docs/does-it-work.md)
+MEASURED_SIDES = (16, 32)  # blocks whose cost in loss has been measured (docs/studies.md)
 NO_GAIN = 1.05  # speedups below it are within the error of the expected times
 MUCH_BETTER = 1.05  # times the config's own speedup, from which on other masks are recommended instead
 
 
 @dataclass(frozen=True)
 class Choice:
-    """A setting, its memory and the seconds of a dense step."""
+    """A setting, its memory, the seconds of a dense step, and those of the average step of the run."""
 
     setting: Setting
     memory: Memory
     seconds: Seconds
+    run_step: float
+
+    @property
+    def dense_step(self) -> float:
+        """Seconds of a dense step."""
+        return self.seconds.total
 
 
-def choice(experiment: Experiment, s: Setting, machine: Machine) -> Choice:
-    """Estimate the memory and time of a setting."""
-    return Choice(s, memory(experiment, s), step_seconds(experiment, s, machine))
+def choices(experiment: Experiment, settings: Iterable[Setting], machine: Machine) -> list[Choice]:
+    """Estimate the memory and time of each setting."""
+    longest = longest_stretches(experiment)
+    return [
+        Choice(
+            setting=s,
+            memory=memory(experiment, s),
+            seconds=step_seconds(experiment, s, machine),
+            run_step=mean_step_seconds(experiment, s, machine, longest),
+        )
+        for s in settings
+    ]
 
 
 # --- ways to share a model ---
@@ -116,7 +142,10 @@ def with_offload(s: Setting, stages: Sequence[int]) -> Iterator[Setting]:
 def fitting(
     experiment: Experiment, setting: Setting, machine: Machine, fixed: Mapping[str, int] = FREE
 ) -> list[Choice]:
-    """Return every choice that fits, the fastest first."""
+    """Return the choices that fit, the one with the fastest run first.
+
+    Settings with a much slower dense step than the fastest are left out, except for the fastest of each layout.
+    """
     possible = layouts(experiment.model, setting, machine.gpu.per_node, fixed)
     shared = [s for s in possible if describe_conflict(experiment, s.sizes) is None]
     if not fixed and setting.batch % setting.data == 0 and all(s.sizes != setting.sizes for s in shared):
@@ -125,21 +154,29 @@ def fitting(
     for s in shared:
         for way in ways(s):
             for candidate in way:
-                held = memory(experiment, candidate)
-                if not held.fits(machine.gpu):
+                if not memory(experiment, candidate).fits(machine.gpu):
                     break  # larger micro-batches need more
-                found.append(Choice(candidate, held, step_seconds(experiment, candidate, machine)))
-    return sorted(found, key=lambda choice: choice.seconds.total)
+                found.append((step_seconds(experiment, candidate, machine).total, candidate))
+    found.sort(key=itemgetter(0))
+    layouts_fastest = {s.sizes: s for _, s in reversed(found)}.values()
+    wanted = [s for seconds, s in found if seconds <= MUCH_SLOWER * found[0][0] or s in layouts_fastest]
+    return sorted(choices(experiment, wanted, machine), key=attrgetter("run_step"))
 
 
-def recommend(found: list[Choice], setting: Setting, fixed: Mapping[str, int] = FREE) -> Choice | None:
-    """Choose from `fitting`; None if nothing fits."""
+def recommend(
+    found: Sequence[Choice],
+    setting: Setting,
+    fixed: Mapping[str, int] = FREE,
+    seconds: Callable[[Choice], float] = attrgetter("run_step"),
+) -> Choice | None:
+    """Choose from `fitting`, by the time of the run or other `seconds`; None if nothing fits."""
     wanted = [
         choice for choice in found if fixed.get("pipeline", 1) > 1 or _keeps_accumulation(choice.setting, setting)
     ]
     if not wanted:
         return None
-    close = [choice for choice in wanted if choice.seconds.total <= wanted[0].seconds.total * (1 + CLOSE)]
+    fastest = min(map(seconds, wanted))
+    close = [choice for choice in wanted if seconds(choice) <= fastest * (1 + CLOSE)]
     return next((choice for choice in close if choice.setting == setting), min(close, key=_simplicity))
 
 
@@ -159,7 +196,7 @@ def by_layout(found: list[Choice], recommended: Choice) -> list[Choice]:
     rows = {recommended.setting.sizes: recommended}
     for choice in found:
         rows.setdefault(choice.setting.sizes, choice)
-    return sorted(rows.values(), key=lambda row: row.seconds.total)
+    return sorted(rows.values(), key=lambda row: row.run_step)
 
 
 def fewest_gpus(experiment: Experiment, setting: Setting, machine: Machine) -> int | None:
@@ -185,7 +222,7 @@ class Best:
     setting: Setting
     memory: Memory
     run_seconds: float  # of the whole run with this setting and these masks
-    dense_seconds: float  # of a dense run with the config's own setting
+    dense_seconds: float  # of a dense run, with the setting that is recommended for it
 
     @property
     def speedup(self) -> float:
@@ -205,19 +242,27 @@ class Best:
         return ["--set mst.compute.backend=block", f"--set mst.topology.granularity.block={self.side}"]
 
 
-def best_masks(experiment: Experiment, own: Setting, recommended: Setting, machine: Machine) -> Best:
-    """Choose the fastest of the config's masks and of blocks; the config's own if the others are hardly faster."""
-    dense = step_seconds(experiment, own, machine).total * experiment.training.steps
+def best_masks(experiment: Experiment, recommended: Choice, dense: Choice, machine: Machine) -> Best:
+    """Choose the fastest of the config's masks and of blocks; the config's own if the others are hardly faster.
 
-    def of(side: int | None) -> Best:
+    Args:
+        experiment: The config.
+        recommended: The setting for the config's masks.
+        dense: The setting for a dense run; blocks, which are stored whole, may be faster in it.
+        machine: The GPUs.
+    """
+
+    def of(s: Setting, side: int | None) -> Best:
         there = experiment if side is None else with_blocks(experiment, side)
-        s = replace(recommended, compact=compact_of(there))  # blocks are stored whole
-        return Best(side, s, memory(there, s), run_seconds(there, s, machine, stretches(there)), dense)
+        s = replace(s, compact=compact_of(there))
+        seconds = run_seconds(there, s, machine, stretches(there))
+        return Best(side, s, memory(there, s), seconds, dense.dense_step * experiment.training.steps)
 
-    unchanged = of(None)
+    unchanged = of(recommended.setting, None)
     if not may_be_blocks(experiment) or in_channels(experiment):  # channels are chosen in place of blocks
         return unchanged
-    possible = [best for best in map(of, MEASURED_SIDES) if best.memory.fits(machine.gpu)]
+    settings = dict.fromkeys((recommended.setting, dense.setting))
+    possible = [best for side in MEASURED_SIDES for s in settings if (best := of(s, side)).memory.fits(machine.gpu)]
     fastest = max(possible, key=lambda best: best.speedup, default=unchanged)
     return fastest if fastest.speedup > MUCH_BETTER * unchanged.speedup else unchanged
 
@@ -231,7 +276,7 @@ def not_proposed(recommended: Choice, rows: Sequence[Choice], setting: Setting) 
     s = fastest.setting
     if s.sizes == won.sizes or won.pipeline > 1 or _keeps_accumulation(s, setting):
         return []
-    faster = 100 * (1 - fastest.seconds.total / recommended.seconds.total)
+    faster = 100 * (1 - fastest.run_step / recommended.run_step)
     return [
         f"not proposed: {describe_layout(s)}, {faster:.1f} % faster; at its ZeRO stage masks need gradients "
         f"accumulated in {s.accumulate}, not in {setting.accumulate} (--pp {s.pipeline} plans it)"

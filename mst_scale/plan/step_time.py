@@ -242,6 +242,23 @@ def run_seconds(experiment: Experiment, s: Setting, machine: Machine, inside: It
     )
 
 
+def longest_stretches(experiment: Experiment) -> list[tuple[int, Stretch]]:
+    """Return the steps of every phase, and its longest stretch, which stands for the whole phase."""
+    found = [list(inside) for _, inside in groupby(stretches(experiment), lambda x: x.phase)]
+    return [(sum(x.steps for x in inside), max(inside, key=lambda x: x.steps)) for inside in found]
+
+
+def mean_step_seconds(
+    experiment: Experiment, s: Setting, machine: Machine, longest: Iterable[tuple[int, Stretch]]
+) -> float:
+    """Estimate the average step of a run from its `longest_stretches`, which is fast enough to rank many settings."""
+    stored, total, steps = stretch_settings(experiment, s), 0.0, 0
+    for n, x in longest:
+        total += n * sparse_seconds(experiment, stored(x.start, x.stop), machine, x.density, x.pattern).total
+        steps += n
+    return total / steps
+
+
 def _expanded(model: ModelConfig, s: Setting, stage: int) -> float:
     """Return the bytes that a micro-batch moves to expand compact layers, in each pass, and to collect gradients."""
     total = 0.0

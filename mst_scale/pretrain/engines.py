@@ -87,8 +87,10 @@ def _train_with_one_engine(
             starting.begins("first step")
             run.advance()
             starting.done()
+            run.record.leave_out_first_step(run.step, run.step * run.batch)
         elif ranks.first:
-            run.record.say(f"{out} is finished, at step {first:,}; {describe_extension(out, run.experiment)}")
+            extension = describe_extension(out, run.experiment)
+            run.record.say(f"{out} is finished ({first:,} steps); `mst report {out}` shows it{extension}")
         run.to_the_end()
     except DivergedError as error:
         run.end_diverged(error)

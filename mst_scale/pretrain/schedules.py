@@ -132,37 +132,53 @@ class SharedSteps:
     """Why they differ after it."""
     fix: str = ""
     """How to avoid the difference."""
+    decay: int | None = None
+    """The step from which on the run decays its learning rate, if that is what no option can undo."""
 
-    @property
-    def missing_checkpoint(self) -> str:
-        """The message for a run that kept no checkpoint of the shared steps."""
-        return f"{self.reason}, and no earlier checkpoint was kept: {self.fix}"
+    def missing_checkpoint(self, out: Path) -> str:
+        """Return the message for a run that kept no checkpoint of the shared steps."""
+        kept = [_step_of(out / "checkpoints" / tag) for tag in finding.list_tags(out / "checkpoints")]
+        if self.decay is None or min(kept, default=0) <= self.decay:
+            return f"{self.reason}, and no earlier checkpoint was kept: {self.fix}"
+        plan = f"increase training.keep_checkpoints or decay with {BRANCH}"
+        if self.fix:
+            plan += f", and {self.fix}"
+        return (
+            f"the learning rate decays from step {self.decay:,} on, and no earlier checkpoint was kept: start another "
+            f"run from these weights (--init {out}); in a run that is to be extended, {plan}"
+        )
 
 
 def _shared_steps(before: Experiment, longer: Experiment, out: Path) -> SharedSteps:
     """Return up to which step both experiments train identically; `out` is named in the advice."""
-    shared, training = SharedSteps(before.training.steps), before.training
-    if (step := _first_rate_difference(longer, before, shared.until)) is not None:
+    training, steps = before.training, before.training.steps
+    decay = steps - in_steps(training.decay, steps)
+    until = last = steps  # those of the rate; those that could be shared if all durations were in steps
+    reasons, fixes = [], []
+    hopeless = None
+    if (step := _first_rate_difference(longer, before, steps)) is not None:
+        until = last = step
         restart = f"start another run from these weights (--init {out})"
         if "cosine" in (training.lr_schedule, longer.training.lr_schedule):
-            reason = "a cosine learning rate depends on the length of the run"
-            shared = SharedSteps(step, reason, f"{restart}, or train with wsd")
-        elif training.restart and step < in_steps(training.restart, training.steps):
-            reason = "the learning rate of the longer run would restart later"
-            shared = SharedSteps(step, reason, f"{restart}, or set training.restart in steps")
-        elif step < training.steps - in_steps(training.decay, training.steps):
-            warmup = in_steps(training.warmup, training.steps)
-            reason = "the longer run would have another warm-up"
-            shared = SharedSteps(step, reason, f"add --set training.warmup={warmup}")
+            reasons, fixes = (
+                ["a cosine learning rate depends on the length of the run"],
+                [f"{restart}, or train with wsd"],
+            )
+        elif training.restart and step < in_steps(training.restart, steps):
+            reasons = ["the learning rate of the longer run would restart later"]
+            fixes = [f"{restart}, or set training.restart in steps"]
+        elif step < decay:
+            reasons = ["the learning rate of the longer run would have another warm-up"]
+            fixes = [f"add --set training.warmup={in_steps(training.warmup, steps)}"]
+            last = hopeless = decay + 1
         else:
-            keep = f"to keep one in the next run, increase training.keep_checkpoints or decay with {BRANCH}"
-            reason = f"the learning rate decays from step {step:,} on"
-            shared = SharedSteps(step, reason, f"{restart}; {keep}")
+            reasons, hopeless = [f"the learning rate decays from step {step:,} on"], step
     # masks and pattern of a step are prepared at the end of the previous one, hence the + 1 and - 2
-    if (step := _first_mask_difference(longer, before, shared.until + 1)) is not None:
-        reason = f"sparsity, topology or attention of the longer run differs at step {step:,}"
-        shared = SharedSteps(step - 2, reason, IN_STEPS)
-    return shared
+    if (step := _first_mask_difference(longer, before, last + 1)) is not None:
+        reasons.append(f"sparsity, topology or attention of the longer run differs at step {step:,}")
+        fixes.append(IN_STEPS)
+        until = min(until, step - 2)
+    return SharedSteps(until, ", and ".join(reasons), ", and ".join(fixes), hopeless)
 
 
 def find_extension_start(
@@ -196,22 +212,22 @@ def find_extension_start(
     tag = finding.newest(source.parent, ranks, before=shared.until + 1)
     if tag is None:
         steps = experiment.training.steps
-        ranks.fail(UserError(f"{out} cannot be extended to step {steps:,}: {shared.missing_checkpoint}"))
+        ranks.fail(UserError(f"{out} cannot be extended to step {steps:,}: {shared.missing_checkpoint(out)}"))
     logger.info("%s: continuing to step %d from %s", shared.reason, experiment.training.steps, tag)
     return source.parent / tag
 
 
 def describe_extension(out: Path, experiment: Experiment) -> str:
-    """Describe how a finished run can be given more steps, or why it cannot."""
-    if experiment.mst.like is not None:
-        return f"the length of method dense-short is determined by the FLOPs of {experiment.mst.like}"
+    """Describe from where a finished run can be given more steps; empty if it cannot."""
+    if experiment.mst.like is not None:  # its length is that of the other run's FLOPs
+        return ""
     steps = experiment.training.steps
     longer = dataclasses.replace(experiment, training=dataclasses.replace(experiment.training, steps=2 * steps))
     shared = _shared_steps(experiment, longer, out)
     kept = [_step_of(out / "checkpoints" / tag) for tag in finding.list_tags(out / "checkpoints")]
     if (step := next((step for step in kept if step <= shared.until), None)) is None:
-        return f"it cannot be extended: {shared.missing_checkpoint}"
-    return f"a larger --steps continues it from step {step:,}{shared.reason and f', because {shared.reason}'}"
+        return ""
+    return f"; a larger --steps continues it from step {step:,}{shared.reason and f', because {shared.reason}'}"
 
 
 def _shorter_run(out: Path, experiment: Experiment) -> Experiment | None:

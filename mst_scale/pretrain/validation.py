@@ -9,7 +9,6 @@ so a resumed run keeps the one recorded in its checkpoints (`zero_shards.adam_of
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import importlib.util
 import inspect
 import os
@@ -27,7 +26,7 @@ from mst_scale.config import Experiment, TrainingConfig
 from mst_scale.config.parallel import sizes_of, without_sizes
 from mst_scale.config.support import precision_of, stage_of
 from mst_scale.doctor import machine
-from mst_scale.errors import UserError, format_value
+from mst_scale.errors import UserError, format_value, suggestion
 
 MONITORS = {"tensorboard": "tensorboard", "wandb": "wandb", "comet": "comet_ml", "csv_monitor": None}
 # Parameters that DeepSpeed removes before it constructs an Adam.
@@ -111,8 +110,7 @@ def _validate_optimizer(experiment: Experiment) -> None:
     known = _known_params(name, params, experiment.deepspeed)
     for key in params:
         if key not in known:
-            near = difflib.get_close_matches(key, known, n=1, cutoff=0.0)
-            raise UserError(f"optimizer.params.{key}: {name} has no such parameter; the nearest is {near[0]!r}")
+            raise UserError(f"optimizer.params.{key}: {name} has no such parameter{suggestion(key, known)}")
     for key in known:
         if key in FLAGS and not isinstance(params.get(key, False), bool):
             raise UserError(f"optimizer.params.{key} must be true or false, not {format_value(params[key])}")
@@ -149,8 +147,8 @@ def _known_params(name: str, params: dict[str, Any], config: dict[str, Any]) -> 
     found = getattr(torch.optim, name, None)
     if not (inspect.isclass(found) and issubclass(found, torch.optim.Optimizer)):
         of_torch = [other for other, cls in vars(torch.optim).items() if inspect.isclass(cls)]
-        near = difflib.get_close_matches(name, ["AdamW", "Adam", "Lamb", "Lion", "Muon", *of_torch], n=1, cutoff=0.0)
-        raise UserError(f"optimizer.type = {format_value(name)} is not an optimizer; the nearest is {near[0]!r}")
+        near = suggestion(name, ["AdamW", "Adam", "Lamb", "Lion", "Muon", *of_torch])
+        raise UserError(f"optimizer.type = {format_value(name)} is not an optimizer{near}")
     return _keywords(found)
 
 

@@ -26,15 +26,13 @@ from statistics import median
 from typing import Any, NamedTuple, TextIO
 
 from mst_scale.comm import launched_rank, may_rewrite
+from mst_scale.units import flops_unit as flops_unit  # noqa: PLC0414  (report imports it from here)
 
 MIN_SECONDS = 0.5  # shorter parts of the startup are not listed
 WINDOW = 64  # steps in a median
 FEWEST = {"dense": 8, "dense weights": 8, "sparse": 20}  # steps that a median needs
 FIRST = 2  # steps of each kind that are ignored, because they allocate memory and compile kernels
 NOISE = 1.05  # no warning if the ratio of two medians is smaller
-UNITS = (
-    (1e24, "YFLOP"), (1e21, "ZFLOP"), (1e18, "EFLOP"), (1e15, "PFLOP"), (1e12, "TFLOP"), (1e9, "GFLOP"), (1e6, "MFLOP"),
-)  # fmt: skip
 
 
 class Starting:
@@ -84,7 +82,8 @@ class ProgressLine:
         left = elapsed / max(1, row["step"] - self._first_step) * (self._total - row["step"])
         saved = []
         if row["flops"] < row["flops_dense"] or row["sparsity"]:
-            saved = [f"{row['phase']}, sparsity {row['sparsity']:.0%} of {row['target_sparsity']:.0%}"]
+            sparsity, target = f"{row['sparsity']:.0%}", f"{row['target_sparsity']:.0%}"
+            saved = [f"{row['phase']}, sparsity {sparsity}{'' if sparsity == target else f' of {target}'}"]
             if row["flops"]:  # of some models none are counted
                 size, unit = flops_unit(row["flops_dense"] - row["flops"])
                 flops = f"{(row['flops_dense'] - row['flops']) / size:.3g} {unit} saved"
@@ -94,14 +93,22 @@ class ProgressLine:
             ]
         parts = [
             f"step {row['step']:>{len(str(self._total))}}/{self._total}",
-            "no loss" if row["loss"] is None else f"loss {row['loss']:.4f}",
-            *saved,
-            f"{row['tokens_per_s']:,.0f} tokens/s",
             f"ETA {clock(left)}",
+            "no loss" if row["loss"] is None else f"loss {row['loss']:.4f}",
+            f"{row['tokens_per_s']:,.0f} tokens/s",
+            *saved,
         ]
-        line = " · ".join(parts)
-        width = shutil.get_terminal_size().columns - 1
-        self._put("\r" + line[:width].ljust(width) if self._live else line + "\n")
+        if self._live:
+            width = shutil.get_terminal_size().columns - 1
+            while len(parts) > 1 and len(" · ".join(parts)) > width:
+                parts.pop()
+            self._put("\r" + " · ".join(parts)[:width].ljust(width))
+        else:
+            self._put(" · ".join(parts) + "\n")
+
+    def begin(self, step: int) -> None:
+        """Estimate the time left from the steps after this one; the first step compiles and allocates."""
+        self._first_step, self._start = step, time.monotonic()
 
     def say(self, message: str) -> None:
         """Print a separate line, without breaking the progress line."""
@@ -186,11 +193,6 @@ def kind_of(mst: Any, densities: Mapping[str, float]) -> str | None:
     if all(density == 1 for density in densities.values()):
         return "dense" if mst.pattern.kind == "dense" or not mst.attended else "dense weights"
     return "sparse" if mst.point.sparsity == mst.schedule.max_sparsity else None
-
-
-def flops_unit(largest: float) -> tuple[float, str]:
-    """Return a divisor and its unit, by which the largest value becomes a small number."""
-    return next(((size, name) for size, name in UNITS if largest >= size), (1.0, "FLOP"))
 
 
 def clock(seconds: float) -> str:

@@ -25,6 +25,7 @@ from mst_scale.config.blocks import BaselineConfig
 from mst_scale.dead_units import total
 from mst_scale.run_logging.metrics import MetricsFile, OptionalWrites, read
 from mst_scale.run_logging.progress import ProgressLine, StepTimes, clock, table
+from mst_scale.units import format_flops
 
 MONITOR_SECONDS = 60.0
 """How long the end of a run waits for Weights & Biases and Comet."""
@@ -69,6 +70,11 @@ class Record:
         """Measure the next `pace` from this step, which ended at `since` (default: now)."""
         self.window, self.window_tokens, self._window_comm = step, tokens, self._comm.total
         self._window_start = time.monotonic() if since is None else since
+
+    def leave_out_first_step(self, step: int, tokens: int) -> None:
+        """Measure paces and the time left from this step on: the first one compiles and allocates memory."""
+        self.restart(step, tokens)
+        self.line.begin(step)
 
     def pace(self, step: int, tokens: int, until: float | None = None) -> Row:
         """Return tokens, times and traffic since the last `restart`, and memory.
@@ -157,6 +163,7 @@ class Record:
         rows = [
             ("train loss", _format_loss(last.get("loss"))),
             ("validation loss", _format_loss(validated.get("val_loss"))),
+            *([("FLOPs", _format_flops(last))] if last.get("flops") else []),
             *(compare(last) if "val_loss" in last else []),
             ("tokens", f"{last.get('tokens', 0):,} in {step:,} steps"),
             ("time", clock(seconds) + (f" (since step {first_step})" if first_step else "")),
@@ -201,21 +208,32 @@ def compare_with_baseline(
     if baseline.name is None:
         return []
     loss, flops = last["val_loss"], last["flops"] + more
+    same = f" for the same FLOPs ({format_flops(baseline.flops)})"
     other = [corpus or "one without meta.json" for corpus in corpora if baseline.corpus not in (None, corpus)]
     if other:
         text = f" on corpus {baseline.corpus}; this run used {other[0]}: not comparable"
     elif baseline.eval_sequences not in (None, eval_sequences):
         text = f" over {baseline.eval_sequences} sequences; this run used {eval_sequences}: not comparable"
     elif abs(flops / baseline.flops - 1) > SAME_FLOPS:
-        text = f" with {baseline.flops:.4g} FLOPs; this run used {flops:.4g}: not comparable"
+        text = f" for {format_flops(baseline.flops)}; this run used {format_flops(flops)}: not comparable"
     elif loss is None:
-        text = f" with the same FLOPs ({baseline.flops:.4g}); this run's last loss is not finite: not comparable"
+        text = f"{same}; this run's last loss is not finite: not comparable"
     else:
         difference = baseline.val_loss - loss
-        result = f"{abs(difference):.4f} {'worse' if difference < 0 else 'better'}"
+        result = f"{abs(difference):.4f} {'higher' if difference < 0 else 'lower'}"
         result = result if abs(difference) > baseline.spread else "the same within this spread"
-        text = f" with the same FLOPs ({baseline.flops:.4g}): this run is {result}"
-    return [(f"baseline {baseline.name}", f"{baseline.val_loss:.4f} (seeds ± {baseline.spread:.4f}){text}")]
+        text = f"{same}; this run is {result}"
+    return [(f"baseline: {baseline.name}", f"{baseline.val_loss:.4f} (± {baseline.spread:.4f} over seeds){text}")]
+
+
+def _format_flops(row: Row) -> str:
+    """Format the FLOPs of a run, and how many times fewer they are than those of a dense one."""
+    text = format_flops(row["flops"])
+    if not row.get("flops_dense", 0) > row["flops"]:
+        return text
+    causal = row.get("flops_causal")
+    bracket = f" (causal: {row['flops_dense_causal'] / causal:.2f}×)" if causal else ""
+    return f"{text}, {row['flops_dense'] / row['flops']:.2f}× fewer than dense{bracket}"
 
 
 def _format_loss(loss: float | None) -> str:

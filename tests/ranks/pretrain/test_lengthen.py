@@ -91,6 +91,16 @@ def test_changes_to_the_run_are_rejected_in_one_line(tmp_path, short, more, repo
     assert (tmp_path / "out" / "checkpoints" / "step00000012").is_dir()
 
 
+def test_one_message_says_all_that_an_extension_lacks(tmp_path, short):
+    """No option helps a run that kept no checkpoint from before its decay."""
+    shutil.copytree(short, tmp_path, dirs_exist_ok=True)
+    shutil.rmtree(tmp_path / "out" / "checkpoints" / "step00000008")
+    code, text, _ = run(tmp_path, "out", "--steps", "20", training={**WSD, "warmup": 0.2})
+    assert code == 2 and "decays from step 9 on, and no earlier checkpoint was kept" in text, text
+    assert "in a run that is to be extended, increase training.keep_checkpoints" in text
+    assert "--set training.warmup=2" in text and text.count("\n") <= 1
+
+
 def test_a_restart_at_a_fraction_of_the_run_is_rejected(tmp_path):
     training = {**WSD, "restart": 0.5}
     assert run(tmp_path, "out", training=training)[:2] == (0, "")
@@ -105,7 +115,8 @@ def test_phases_that_are_shares_of_the_run_are_rejected(tmp_path):
     assert code == 2 and reported in text and text.count("\n") <= 1
     code, text, _ = run(tmp_path, "out", "--steps", "20", "--resume", "step00000012", mst=MST)
     assert code == 2 and reported in text and "step -" not in text and text.count("\n") <= 1, "there is no step to name"
-    assert line.startswith(f"{tmp_path / 'out'} is finished") and line.endswith(reported)
+    out = tmp_path / "out"
+    assert line == f"{out} is finished (12 steps); `mst report {out}` shows it", "nobody has asked for more steps"
 
 
 def test_a_run_says_once_what_it_is_expected_to_gain(tmp_path):

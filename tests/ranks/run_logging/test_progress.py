@@ -34,16 +34,36 @@ def test_plain_lines_without_a_terminal():
     line.show(ROW)
     line.show({**DENSE, "step": 40})
     first, second = out.getvalue().splitlines()
-    assert first.startswith(
-        "step  20/100 · loss 2.5000 · ultra, sparsity 80% of 80% · FLOPs ÷4.00, 3 TFLOP saved · step 12.3 ms · "
-        "12,346 tokens/s · ETA "
+    assert first.startswith("step  20/100 · ETA ") and first.endswith(
+        " · loss 2.5000 · 12,346 tokens/s · ultra, sparsity 80% · FLOPs ÷4.00, 3 TFLOP saved · step 12.3 ms"
     )
     line.show({**ROW, "step": 60}, dense_ms=9.87)
-    assert "3 TFLOP saved · step 12.3 ms (dense 9.87 ms) · " in out.getvalue().splitlines()[-1]
+    assert "3 TFLOP saved · step 12.3 ms (dense 9.87 ms)" in out.getvalue().splitlines()[-1]
     assert "sparse" not in second and "FLOPs" not in second, "a dense run speaks of no sparsity"
 
 
-def test_one_line_rewritten_on_a_terminal():
+def test_a_narrow_terminal_shows_whole_items(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "60")
+    out = Terminal()
+    ProgressLine(100, 0, out).show(ROW)
+    line = out.getvalue().strip()
+    assert line.startswith("step  20/100 · ETA ") and line.endswith(" · loss 2.5000 · 12,346 tokens/s")
+
+
+def test_the_first_step_does_not_count_in_the_time_left(monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr("mst_scale.run_logging.progress.time.monotonic", lambda: now[0])
+    out = io.StringIO()
+    line = ProgressLine(100, 0, out)
+    now[0] = 500.0
+    line.begin(1)
+    now[0] = 519.0
+    line.show(ROW)
+    assert "ETA 1:20" in out.getvalue(), "19 steps in 19 s, and 80 are left"
+
+
+def test_one_line_rewritten_on_a_terminal(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "160")
     out = Terminal()
     line = ProgressLine(100, 0, out)
     line.show(ROW)

@@ -1,5 +1,6 @@
 """The `mst` command as a whole: help with examples, exit codes, one line for a user's mistake."""
 
+import contextlib
 import json
 import subprocess
 import sys
@@ -52,11 +53,37 @@ def test_every_verb_has_help_with_an_example(verb, capsys):
     assert f"mst {verb}" in text.split("usage:")[1].split("\n", 2)[2], "an example"
 
 
-def test_the_verbs_are_listed(capsys):
-    with pytest.raises(SystemExit):
-        cli.main(["--help"])
+@pytest.mark.parametrize("words", [["--help"], []])
+def test_the_verbs_are_listed(words, capsys):
+    with pytest.raises(SystemExit) if words else contextlib.nullcontext():
+        assert cli.main(words) == 2
     text = capsys.readouterr().out
     assert all(f"    {verb}" in text for verb in cli.VERBS)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["reprot"], ": the nearest is 'report'"),
+        (
+            ["plan", "--config", "demo", "--gpus", "1", "--methd", "rigl"],
+            "mst plan: unrecognized arguments: --methd rigl: the nearest is '--method'",
+        ),
+        (["launch", "locl", "demo"], ": the nearest is 'local'"),
+        (["plan", "--config", "nope"], "nope: no such config file; ready-made are "),
+        (["plan", "--config", "gpt2-smal", "--gpus", "1"], "the nearest ready-made config is 'gpt2_small'"),
+        (["export", "runs/demo", "/proc/x"], "OUT /proc/x cannot be created"),
+        (["masks", "runs/demo", "m.txt"], "m.txt is written as a safetensors file: name it m.safetensors"),
+        (["masks", "runs/demo", "/nope/m.safetensors"], "there is no folder /nope"),
+    ],
+)
+def test_a_mistyped_name_is_one_line_with_a_suggestion(words, said, capsys):
+    try:
+        code = cli.main(words)
+    except SystemExit as ended:
+        code = ended.code
+    err = capsys.readouterr().err
+    assert code == 2 and said in err and err.count("\n") == 1
 
 
 @pytest.mark.parametrize("option", ["--version", "--help"])
@@ -75,7 +102,6 @@ def test_help_and_version_do_not_import_torch(option):
 @pytest.mark.parametrize(
     "argv",
     [
-        [],
         ["nonsense"],
         ["inspect", "nowhere", "a\nb"],
         ["inspect"],

@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 
 from mst_scale.cli import main
+from mst_scale.data import prepare
+from mst_scale.errors import UserError
 from tests.support.texts import jsonl, words
 
 
@@ -124,3 +126,15 @@ def test_bad_sizes_are_wrong_use(words: list[str], size: str, capsys: pytest.Cap
         main([*words[:-1], words[-1] + size])
     assert done.value.code == 2
     assert f"'{size}' is not a number of bytes like 500K, 20M or 3G" in capsys.readouterr().err
+
+
+def test_a_source_that_does_not_exist_is_reported_before_the_tokenizer(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+
+    def no_source(recipe: object) -> None:
+        raise UserError("'nope' does not exist here")
+
+    monkeypatch.setattr(prepare, "open_source", no_source)
+    monkeypatch.setattr(prepare, "load_tokenizer", lambda name: pytest.fail("its vocabulary would be downloaded"))
+    assert main(["data", "nope"]) == 2
+    assert "'nope' does not exist here" in capsys.readouterr().err

@@ -78,6 +78,16 @@ def test_the_file_is_smaller_and_can_be_read_by_generate(tmp_path: Path):
     assert texts[0] == texts[1]
 
 
+def test_the_biases_of_the_format_are_told_apart(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    model = channel_run(tmp_path / "run", mst={"method": "dense"})
+    assert cli.main(["export", str(tmp_path / "run"), str(tmp_path / "out")]) == 0
+    padding = 320 - 257  # rows of the vocabulary, which are not exported
+    own = sum(p.numel() for p in model.parameters()) - 32 * padding
+    biases = 2 * (3 * 32 + 32 + 64 + 32) + 5 * 32  # of the linear layers and of the norms
+    said = f"{own:,} parameters ({own + biases:,} with the biases of transformers' format, which are 0)"
+    assert said in capsys.readouterr().out
+
+
 def test_the_cost_of_padding_is_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     channel_run(tmp_path / "run")
     assert cli.main(["export", str(tmp_path / "run"), str(tmp_path / "out")]) == 0

@@ -7,8 +7,9 @@ from types import SimpleNamespace
 import pytest
 
 from mst_scale.comm.launch import LAUNCHER_VARIABLES, complete_environment
+from mst_scale.config import load, to_dict
 from mst_scale.errors import UserError
-from mst_scale.launch import hostfile, slurm, slurm_job, sweep
+from mst_scale.launch import hostfile, local, slurm, slurm_job, sweep
 from mst_scale.launch.command_line import read_options, seconds_in
 from mst_scale.pretrain.start import parse_arguments
 
@@ -151,3 +152,38 @@ def test_phases_in_tokens_need_the_batch(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(raw))
     with pytest.raises(UserError, match="train_batch_size"):
         slurm.shares_of("warmup=2,ultra=1,restore=2,dense=2", str(tmp_path / "config.json"), [])
+
+
+@pytest.mark.parametrize("count", ["0", "-1"])
+def test_a_number_of_processes_is_at_least_1(count):
+    with pytest.raises(UserError, match=f"--processes must be at least 1, not {count}"):
+        read_options(["--processes", count, "demo"], None, numbers={"--processes": None})
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--data", "nope"], "data folder nope does not exist"),
+        (["--out", "/proc/x"], "--out /proc/x cannot be created"),
+        (["--out", "other"], "the run in other has mst.method dense, not mst: choose another --out"),
+    ],
+)
+def test_a_run_that_is_bound_to_fail_is_not_started(tmp_path, monkeypatch, words, said):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+    checkpoint = tmp_path / "other" / "checkpoints" / "step00000010"
+    checkpoint.mkdir(parents=True)
+    (tmp_path / "other" / "config.json").write_text(json.dumps(to_dict(load("demo", [], "dense"))))
+    for dry in (["--dry-run"], []):
+        with pytest.raises(UserError, match=said):
+            local.main([*dry, "--processes", "2", "demo", *words])
+    assert [path.name for path in tmp_path.iterdir()] == ["other"]
+
+
+def test_a_dry_run_says_what_would_start(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+    assert local.main(["--dry-run", "--processes", "2", "demo"]) == 0
+    said = capsys.readouterr()
+    assert said.err == "2 processes on the CPU, 3,000 steps, corpus corpora/sympy-byte, output runs/demo-mst\n"
+    assert said.out.count("\n") == 1 and not list(tmp_path.iterdir())

@@ -12,13 +12,28 @@ SUPERVISOR = SimpleNamespace(asked_to_stop=lambda: False, pause=lambda seconds: 
 
 
 @pytest.mark.parametrize(
-    ("codes", "ends", "words"), [([4, 0], 0, "verified"), ([1, 0], 0, "latest"), ([4, 4], 4, "after 1 restarts")]
+    ("codes", "ends", "words"),
+    [([4, 0], 0, "verified"), ([1, 0], 0, "restarting from"), ([4, 4], 4, "after 1 restarts")],
 )
 def test_a_corrupted_run_is_started_again(monkeypatch, capsys, codes, ends, words):
     monkeypatch.setattr(restarts, "outcome", lambda code, out: "done" if code == 0 else "again")
     left = iter(codes)
     assert restarts.keep_running(SUPERVISOR, lambda: next(left), "config.json", [], restarts=1) == ends
     assert words in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("launcher", "words"), [("local", "from the beginning"), ("mpi", "from its latest")])
+def test_a_run_without_a_checkpoint_begins_again(tmp_path, monkeypatch, capsys, launcher, words):
+    monkeypatch.setenv("MST_LAUNCHER", launcher)
+    left = iter([1, 2])
+    out = ["--out", str(tmp_path / "out")]
+    assert restarts.keep_running(SUPERVISOR, lambda: next(left), "demo", out, restarts=3) == 2
+    assert words in capsys.readouterr().err
+
+
+def test_the_signal_that_ended_a_rank_is_named():
+    assert restarts.describe_code(1) == "exit code 1"
+    assert restarts.describe_code(256 - 9) == "exit code 247 (a rank was ended by SIGKILL)"
 
 
 @pytest.mark.parametrize(("launcher", "result"), [("hostfile", "done"), ("local", "again")])

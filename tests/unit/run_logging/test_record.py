@@ -28,8 +28,17 @@ def test_the_summary_shows_a_loss_that_is_not_finite(tmp_path, loss, said):
     lines = [line.split("  ") for line in record.summary(2, 1.0, 0, compare).splitlines()]
     reported = {line[1]: line[-1] for line in lines if len(line) > 2}
     assert reported["train loss"].strip() == reported["validation loss"].strip() == said
-    assert reported["baseline dense-short"].endswith("0.5500 better" if said != "–" else "not comparable")
+    assert reported["baseline: dense-short"].endswith("0.5500 lower" if said != "–" else "not comparable")
     assert json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[1])["step"] == 2
+
+
+def test_the_summary_says_how_many_times_fewer_flops_a_run_took(tmp_path):
+    board = SimpleNamespace(enabled=False)
+    record = Record(tmp_path, 1, batch=1, step=0, tokens=0, monitor=board, first=True, layers={}, shows=False)
+    more = {"phase": "dense", "target_sparsity": 0.0, "step_ms": 1.0, "flops_causal": 5e11, "flops_dense_causal": 1e12}
+    record.write({"step": 1, "loss": 2.0, **ROW, **more, "flops": 6.25e11, "flops_dense": 2e12})
+    summary = record.summary(1, 1.0, 0, lambda last: [])
+    assert "625 GFLOP, 3.20× fewer than dense (causal: 2.00×)" in summary
 
 
 # --- baseline ---
@@ -40,16 +49,20 @@ BASELINE = BaselineConfig("dense-short", 1e12, 1.8, 0.01, "0a")
 @pytest.mark.parametrize(
     ("val_loss", "flops", "said"),
     [
-        (1.7, 0.91e12, "1.8000 (seeds ± 0.0100) with the same FLOPs (1e+12): this run is 0.1000 better"),
-        (1.9, 0.89e12, "1.8000 (seeds ± 0.0100) with the same FLOPs (1e+12): this run is 0.1000 worse"),
-        (1.805, 0.9e12, "1.8000 (seeds ± 0.0100) with the same FLOPs (1e+12): this run is the same within this spread"),
-        (1.7, 1e12, "1.8000 (seeds ± 0.0100) with 1e+12 FLOPs; this run used 1.1e+12: not comparable"),
+        (1.7, 0.91e12, "1.8000 (± 0.0100 over seeds) for the same FLOPs (1 TFLOP); this run is 0.1000 lower"),
+        (1.9, 0.89e12, "1.8000 (± 0.0100 over seeds) for the same FLOPs (1 TFLOP); this run is 0.1000 higher"),
+        (
+            1.805,
+            0.9e12,
+            "1.8000 (± 0.0100 over seeds) for the same FLOPs (1 TFLOP); this run is the same within this spread",
+        ),
+        (1.7, 1e12, "1.8000 (± 0.0100 over seeds) for 1 TFLOP; this run used 1.1 TFLOP: not comparable"),
     ],
 )
 def test_a_run_is_compared_with_a_recorded_one(val_loss, flops, said):
     """A tenth more is spent than its rows say."""
     assert compare_with_baseline(BASELINE, {"val_loss": val_loss, "flops": flops}, 0.1e12, ["0a"], 256) == [
-        ("baseline dense-short", said)
+        ("baseline: dense-short", said)
     ]
 
 
@@ -57,7 +70,7 @@ def test_a_baseline_on_another_corpus_is_not_compared():
     last = {"val_loss": 1.7, "flops": 1e12}
     for corpora in (["0b"], ["0a", "0b"], [None]):
         ((_, said),) = compare_with_baseline(BASELINE, last, 0.0, corpora, 256)
-        assert said.startswith("1.8000 (seeds ± 0.0100) on corpus 0a; this run used ") and "not comparable" in said
+        assert said.startswith("1.8000 (± 0.0100 over seeds) on corpus 0a; this run used ") and "not comparable" in said
     assert compare_with_baseline(BaselineConfig(), last, 0.0, ["0a"], 256) == []
 
 
@@ -65,14 +78,14 @@ def test_a_loss_over_other_sequences_is_not_compared():
     baseline = BaselineConfig("dense-short", 1e12, 1.8, 0.01, eval_sequences=256)
     last = {"val_loss": 1.7, "flops": 1e12}
     ((_, said),) = compare_with_baseline(baseline, last, 0.0, ["0a"], 64)
-    assert said == "1.8000 (seeds ± 0.0100) over 256 sequences; this run used 64: not comparable"
-    assert compare_with_baseline(baseline, last, 0.0, ["0a"], 256)[0][1].endswith("0.1000 better")
+    assert said == "1.8000 (± 0.0100 over seeds) over 256 sequences; this run used 64: not comparable"
+    assert compare_with_baseline(baseline, last, 0.0, ["0a"], 256)[0][1].endswith("0.1000 lower")
 
 
 def test_a_loss_that_is_not_finite_is_not_compared():
     ((_, said),) = compare_with_baseline(BASELINE, {"val_loss": None, "flops": 1e12}, 0.0, ["0a"], 256)
     assert said == (
-        "1.8000 (seeds ± 0.0100) with the same FLOPs (1e+12); this run's last loss is not finite: not comparable"
+        "1.8000 (± 0.0100 over seeds) for the same FLOPs (1 TFLOP); this run's last loss is not finite: not comparable"
     )
 
 
