@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import os
 import re
 import stat
@@ -69,19 +70,24 @@ def validate_folder(option: str, path: Path) -> None:
 
 
 def validate_new_folder(option: str, path: Path) -> None:
-    """Check that a folder can be created at `path`, by creating and removing one next to it.
+    """Check that a folder exists at `path` or can be created there, by creating and removing one next to it.
 
     Raises:
         UserError: if it cannot.
     """
     validate_folder(option, path)
-    there = next(folder for folder in (path, *path.absolute().parents) if folder.is_dir())
+    if path.is_dir():
+        return
+    there = next(folder for folder in path.absolute().parents if folder.is_dir())
     try:
         tempfile.TemporaryDirectory(dir=there).cleanup()
     except OSError as error:
+        if error.errno in FULL:
+            return  # space may be made until it is needed
         raise UserError(f"{option} {path} cannot be created: {error.strerror}; choose another folder") from None
 
 
+FULL = (errno.ENOSPC, errno.EDQUOT)
 CHECKED_ELSEWHERE = ("set", "prompt")  # by the config, and by the tokenizer; a prompt may have several lines
 
 

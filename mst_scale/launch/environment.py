@@ -27,6 +27,7 @@ CARRIED = (
     "MST_LAUNCHER", "MST_RESTART", "MST_RESIZED", "MST_START", "MST_TRACEBACK", "MST_PROGRESS",
 )  # fmt: skip
 CARRIED_PREFIXES = ("NCCL_", "FI_", "UCX_", "TORCH_", "TRITON_", "MST_SCALE_")
+SECRET = re.compile("TOKEN|SECRET|PASSWORD|CREDENTIAL|_KEY")  # would be seen in the command lines of ssh
 OF_THE_SHELL = ("_", "PWD", "OLDPWD", "SHLVL")
 
 
@@ -59,9 +60,9 @@ def load_cluster_settings() -> None:
     if shell.returncode != 0:
         raise UserError(f"{script} fails with exit code {shell.returncode}: fix what it says above")
     variables = dict(line.split("=", 1) for line in os.fsdecode(shell.stdout).split("\0") if "=" in line)
-    new = {name: value for name, value in variables.items() if os.environ.get(name) != value}
-    os.environ.update({name: value for name, value in new.items() if name not in OF_THE_SHELL})
-    _set_by_cluster.update(new.keys() - set(OF_THE_SHELL))
+    given = {name: value for name, value in variables.items() if name not in OF_THE_SHELL}
+    _set_by_cluster.update(name for name, value in given.items() if os.environ.get(name) != value)
+    os.environ.update(given)
     _set_limits()
 
 
@@ -82,7 +83,8 @@ def _set_limits() -> None:
 
 def carried_variables() -> dict[str, str]:
     """Return the variables that ranks on other nodes must have too, as far as they are set."""
-    more = sorted(name for name in os.environ if name.startswith(CARRIED_PREFIXES) or name in _set_by_cluster)
+    of_cluster = {name for name in _set_by_cluster if not SECRET.search(name)}
+    more = sorted(name for name in os.environ if name.startswith(CARRIED_PREFIXES) or name in of_cluster)
     return {name: os.environ[name] for name in dict.fromkeys((*CARRIED, *more)) if name in os.environ}
 
 
@@ -94,7 +96,8 @@ def shown_variables() -> dict[str, str]:
 def gpus() -> list[str]:
     """Return the names of the GPUs that this machine lets us use, without importing torch, which takes seconds.
 
-    They are those of CUDA_VISIBLE_DEVICES that exist, or else the numbers of all that nvidia-smi lists.
+    They are those of CUDA_VISIBLE_DEVICES up to the first that does not exist, or the numbers of all that nvidia-smi
+    lists.
     """
     if os.environ.get("DS_ACCELERATOR") == "cpu":
         return []
@@ -105,11 +108,13 @@ def gpus() -> list[str]:
         there = None
     if (visible := os.environ.get("CUDA_VISIBLE_DEVICES")) is not None:
         names = [name.strip() for name in visible.split(",")]  # CUDA ignores what follows an invalid one, such as -1
-        names = list(itertools.takewhile(lambda name: name and not name.startswith("-"), names))
-        if there is None:
-            return names
-        known = tuple(there.values())
-        return [n for n in names if n in there or n.startswith("MIG") or any(uuid.startswith(n) for uuid in known)]
+        known = tuple((there or {}).values())
+
+        def is_there(name: str) -> bool:
+            missing = there is not None and name not in there and not any(uuid.startswith(name) for uuid in known)
+            return bool(name) and not name.startswith("-") and (not missing or name.startswith("MIG"))
+
+        return list(itertools.takewhile(is_there, names))
     if there is None:
         return [str(number) for number, _ in enumerate(Path("/dev").glob("nvidia[0-9]*"))]
     return list(there)

@@ -15,9 +15,10 @@
   --dry-run        show what would run
 
 ssh must work without a password. On SIGTERM, SIGUSR1 or Ctrl-C the ranks save and end; the same command continues the
-run. launchers/cluster.sh sets the environment, which is copied to the machines. On each machine, DeepSpeed's launcher
-starts the ranks. Unlike with DeepSpeed's own pdsh runner, every argument of the command is quoted for the remote
-shells. In a clone you can also call launchers/hostfile.sh.
+run. launchers/cluster.sh sets the environment, which is copied to the machines; secrets such as HF_TOKEN are not, since
+command lines show them: set those on each machine. On each machine, DeepSpeed's launcher starts the ranks. Unlike with
+DeepSpeed's own pdsh runner, every argument of the command is quoted for the remote shells. In a clone you can also call
+launchers/hostfile.sh.
 """
 
 from __future__ import annotations

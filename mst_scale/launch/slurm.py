@@ -146,7 +146,7 @@ def main(words: list[str]) -> int:
 
 
 def _seconds(time: str) -> int | None:
-    """Return a time limit in seconds: minutes, M:S, H:M:S, D-H, D-H:M or D-H:M:S; None if it is none of them."""
+    """Return a time limit in seconds: minutes, M:S, H:M:S, D-H, D-H:M or D-H:M:S; None if there is no such limit."""
     if not (found := re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", time)):
         return None
     days, *parts = (None if part is None else int(part) for part in found.groups())
@@ -154,7 +154,7 @@ def _seconds(time: str) -> int | None:
     if days is None and len(given) < 3:
         given.insert(0, 0)
     hours, minutes, seconds = (*given, 0, 0)[:3]
-    return (((days or 0) * 24 + hours) * 60 + minutes) * 60 + seconds
+    return (((days or 0) * 24 + hours) * 60 + minutes) * 60 + seconds or None  # 0 is none
 
 
 def _submitted(command: list[str], share: Share) -> str:

@@ -24,7 +24,7 @@ from mst_scale.launch.command_line import quoted
 from mst_scale.launch.elastic import FLAG, Allowed, allowed, read_run
 from mst_scale.launch.environment import SCRIPTS, load_cluster_settings, shown_variables
 from mst_scale.launch.restarts import keep_running
-from mst_scale.launch.supervisor import Reports, Supervisor, output_of, say, send, spawn, unblock
+from mst_scale.launch.supervisor import NOT_BEGUN, Reports, Supervisor, output_of, say, send, spawn, unblock
 
 PORT_OF_DOCTOR = 15  # in addition to those of up to 15 starts of a job
 ELASTIC = "MST_ELASTIC"  # the variable with MIN:MAX
@@ -233,7 +233,9 @@ def main(words: list[str]) -> int:
         if "unfit" in job.reports and not supervisor.asked_to_stop():
             say(f"mst doctor found problems, so this job ends before its run starts ({job.node_list})")
             return 1
-    if code == 0 and not supervisor.asked_to_stop():
+    if supervisor.asked_to_stop():
+        code = code or NOT_BEGUN
+    elif code == 0:
         code = keep_running(supervisor, start, config, arguments, int(restarts))
     saved = "stopped" in job.reports
     if supervisor.asked_to_stop() and supervisor.stopping != signal.SIGUSR1:  # this process itself was asked to stop

@@ -94,6 +94,8 @@ def around_model_step(engine: Any, before: Callable[[], None], after: Callable[[
 def has_gradients(engine: Any) -> bool:
     """Return whether a backward pass has left gradients for the step, the same on every rank."""
     zero, stage = engine.optimizer, engine.zero_optimization_stage()
+    if type(zero).__name__ == "BF16_Optimizer":  # of dense runs, which keeps them elsewhere
+        return True
     if stage == 0:
         trained = [p for p in engine.module.parameters() if p.requires_grad]
         return not trained or any(p.grad is not None for p in trained)
@@ -131,12 +133,13 @@ def on_zero_grad(engine: Any, call: Callable[[], None]) -> None:
     """Call `call` whenever gradients are discarded: by the loop, which leaves out a batch, or in each step.
 
     At stage 2 with several micro-batches per step, DeepSpeed keeps what was reduced, so `call` is not called. At stage
-    3 only the optimizer's method discards it.
+    3, and where gradients are accumulated in another dtype, only the optimizer's method discards them.
     """
-    stage = engine.zero_optimization_stage()
-    if engine.gradient_accumulation_steps() > 1 and stage == 2:
+    stage, several = engine.zero_optimization_stage(), engine.gradient_accumulation_steps() > 1
+    if several and stage == 2:
         return
-    for owner in (engine.optimizer,) if stage == 3 else (engine, engine.optimizer, engine.module):
+    elsewhere = several and getattr(engine.optimizer, "use_grad_accum_attribute", False)
+    for owner in (engine.optimizer,) if stage == 3 or elsewhere else (engine, engine.optimizer, engine.module):
         inner = owner.zero_grad
 
         @functools.wraps(inner)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from deepspeed.runtime.zero.stage_1_and_2 import INITIAL_MICRO_STEP_ID
 from torch import Tensor
 
 BUFFERS = "_DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition"
@@ -17,13 +18,14 @@ BUFFERS = "_DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition"
 def keeps_gradients(engine: Any) -> bool:
     """Return whether DeepSpeed keeps gradients from step to step."""
     stage = engine.zero_optimization_stage()
-    return stage == 3 or bool(stage and engine.optimizer.cpu_offload)
+    return stage == 3 or bool(stage and getattr(engine.optimizer, "cpu_offload", False))
 
 
 def zero_unused_gradients(engine: Any) -> None:
     """Zero the gradients of parameters that get none in a step, before anything else of that step."""
     zero, inner = engine.optimizer, engine._take_model_step
-    complete = _watch_stage_3(zero) if engine.zero_optimization_stage() == 3 else _watch_offload(zero)
+    one = engine.gradient_accumulation_steps() == 1
+    complete = _watch_stage_3(zero) if engine.zero_optimization_stage() == 3 else _watch_offload(zero, one)
 
     def step(lr_kwargs: Any) -> None:
         complete()
@@ -51,13 +53,16 @@ def _watch_stage_3(zero: Any) -> Any:
         return forget(*args, **named)
 
     def complete() -> None:
+        gradients: dict[int, list[Tensor]] = {}  # of parts that are swapped to a disk
+        places: dict[int, list[int]] = {}
         for parameter in (p for group in zero.fp16_groups for p in group if p.requires_grad and _has_part(zero, p)):
             used = parameter.ds_id in zero._offload_boundary_param_ids
             buffer = getattr(zero, BUFFERS)[parameter.ds_id]
             if not used:
                 buffer.zero_()
             if zero.offload_optimizer and not (used and parameter.ds_id in with_last):
-                zero._offload_grad_partition_at_boundary(parameter, buffer, {}, {})
+                zero._offload_grad_partition_at_boundary(parameter, buffer, gradients, places)
+        zero._swap_out_offload_fp32_gradients(gradients, places)
         with_last.clear()
 
     zero.partition_grads, zero.zero_grad = partition_grads, zero_grad
@@ -70,9 +75,9 @@ def _has_part(zero: Any, parameter: Any) -> bool:
     return first < int(parameter.ds_numel)
 
 
-def _watch_offload(zero: Any) -> Any:
-    """Do the same at stages 1 and 2."""
-    receive = zero.copy_grads_in_partition
+def _watch_offload(zero: Any, one: bool) -> Any:
+    """Do the same at stages 1 and 2; with `one` micro-batch per step, `zero_grad` leaves it out."""
+    receive, forget = zero.copy_grads_in_partition, zero.zero_grad
     known: set[int] = set()  # parameters that have a gradient of this step
     with_last: set[int] = set()  # and those that have one of its last micro-batch
 
@@ -84,6 +89,14 @@ def _watch_offload(zero: Any) -> Any:
         if zero.is_gradient_accumulation_boundary():
             with_last.add(key)
         receive(parameter, *args, **named)
+
+    def zero_grad(*args: Any, **named: Any) -> Any:
+        if one:
+            known.clear()
+            with_last.clear()
+            zero.micro_step_id = INITIAL_MICRO_STEP_ID
+            zero.reset_cpu_buffers()
+        return forget(*args, **named)
 
     def complete() -> None:
         zero._wait_for_offload_copies()
@@ -102,5 +115,5 @@ def _watch_offload(zero: Any) -> Any:
         known.clear()
         with_last.clear()
 
-    zero.copy_grads_in_partition = copy_grads_in_partition
+    zero.copy_grads_in_partition, zero.zero_grad = copy_grads_in_partition, zero_grad
     return complete

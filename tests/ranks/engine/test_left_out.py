@@ -91,6 +91,28 @@ def test_a_batch_that_is_left_out_does_not_grow_weights(stage, owner):
     torch.testing.assert_close(values, of_dense, rtol=1e-6, atol=0)
 
 
+def with_batches_left_out(rank, world, config, left_out):
+    engine, *_ = mst_scale.initialize(model=toy(), config=config)
+    for step in range(6):
+        if step in left_out:
+            engine.backward(50 * engine(*toy_batch(77 + step, rank)))
+            engine.zero_grad()
+            engine.optimizer.zero_grad()
+        train(engine, rank, world, 1, first=step)
+    return state_of(engine, world)
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_with_offload_a_left_out_batch_leaves_nothing_behind(stage):
+    config = rigl(stage, 2, **OFFLOAD)
+    config["optimizer"]["params"]["torch_adam"] = True
+    config["zero_optimization"]["stage"] = stage
+    (masks, values), (expected, plain) = (
+        pool.run(with_batches_left_out, 2, config, left_out)[0] for left_out in ((2, 4), ())
+    )
+    assert masks == expected and torch.equal(values, plain)
+
+
 class OneLayer(torch.nn.Module):
     def __init__(self):
         super().__init__()

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.support import tiny_run
-from tests.support.launched import LAUNCHERS, PATIENCE, programs
+from tests.support.launched import PATIENCE, programs
 from tests.system.launchers.test_stand_ins import ended
 
 pytestmark = pytest.mark.full
@@ -16,14 +16,21 @@ WARN = "trap : USR1; kill -USR1 $PPID; sleep 0.3"  # as Slurm does before the en
 
 
 def run_job(
-    folder: Path, step: str, *words: str, update: str = ":", comment: str = "(null)", more: str = "", **variables: str
+    folder: Path,
+    step: str,
+    *words: str,
+    update: str = ":",
+    comment: str = "(null)",
+    more: str = "",
+    first: str = ":",
+    **variables: str,
 ) -> tuple[int, str, list[str]]:
     """Run the shell of a job whose step is this script; return its code, its text and what scontrol was asked."""
     tools = programs(
         folder / "bin",
         srun=f"echo start >> starts\n{step}",
         scontrol=f'echo "$*" >> asked; case "$1" in update) {update} ;; *) echo NodeAddr=127.0.0.1 ;; esac',
-        squeue=f"echo {shlex.quote(comment)}" if comment else "exit 1",
+        squeue=f"{first}; " + (f"echo {shlex.quote(comment)}" if comment else "exit 1"),
         sleep="/bin/sleep $(echo $1 | sed s/60/0/)",
     )
     command = ["bash", str(folder / "launchers" / "slurm_job.sh"), str(folder), "srun", "1", "0", "1", "demo"]
@@ -34,10 +41,6 @@ def run_job(
     )  # fmt: skip
     asked = (folder / "asked").read_text().splitlines()
     return child.returncode, child.stdout + child.stderr, [line for line in asked if line.startswith(("req", "upd"))]
-
-
-def test_the_scripts_are_the_launchers():
-    assert (LAUNCHERS / "slurm_job.sh").is_file()
 
 
 def test_a_log_on_a_full_disk_does_not_end_a_job(tmp_path: Path):
@@ -59,6 +62,11 @@ def test_a_warned_job_is_queued_again_if_its_run_was_saved_and_counted_if_not(
     code, text, asked = run_job(tmp_path, step)
     assert (asked[-1:] == ["requeue 7"], "mst_failures=1" in str(asked)) == (requeued, counted), text
     assert code == 0
+
+
+def test_a_job_that_is_warned_before_its_run_begins_is_queued_again(tmp_path: Path):
+    code, text, asked = run_job(tmp_path, "exit 0", first="kill -USR1 $PPID")
+    assert code == 0 and asked[-1] == "requeue 7" and not (tmp_path / "starts").exists(), text
 
 
 def test_warned_jobs_that_save_nothing_come_to_an_end(tmp_path: Path):

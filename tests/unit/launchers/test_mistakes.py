@@ -80,6 +80,7 @@ def test_ports(port):
         ("1-1:1", 90060),
         ("0-0:1:1", 61),
         ("UNLIMITED", None),
+        ("0", None),
     ],
 )
 def test_time_limits_of_slurm(time, seconds):

@@ -66,7 +66,8 @@ GPU 2: NVIDIA H100 (UUID: GPU-ccc3)
     ("visible", "names"),
     [
         (None, ["0", "2"]),
-        ("0,1,2", ["0", "2"]),
+        ("2,0,1", ["2", "0"]),
+        ("0,1,2", ["0"]),
         ("GPU-c,GPU-b", ["GPU-c"]),
         ("2,-1,0", ["2"]),
         ("", []),
@@ -93,7 +94,7 @@ def test_without_nvidia_smi_the_variable_is_believed(monkeypatch):
 
 
 def test_what_cluster_sh_sets_reaches_other_machines(tmp_path, monkeypatch):
-    (tmp_path / "cluster.sh").write_text("export MINE=1 OMP_NUM_THREADS=${OMP_NUM_THREADS:-8}\n")
+    (tmp_path / "cluster.sh").write_text("export MINE=1 HF_TOKEN=x OMP_NUM_THREADS=${OMP_NUM_THREADS:-8}\n")
     monkeypatch.setattr(environment, "SCRIPTS", tmp_path)
     monkeypatch.setattr(environment, "_set_by_cluster", set())
     monkeypatch.setattr(environment, "_set_limits", lambda: None)
@@ -102,4 +103,4 @@ def test_what_cluster_sh_sets_reaches_other_machines(tmp_path, monkeypatch):
     monkeypatch.setenv("OTHER", "1")
     environment.load_cluster_settings()
     carried = environment.carried_variables()
-    assert carried["MINE"] == "1" and carried["FI_PROVIDER"] == "efa" and "OTHER" not in carried
+    assert carried["MINE"] == "1" and carried["FI_PROVIDER"] == "efa" and not {"OTHER", "HF_TOKEN"} & {*carried}
