@@ -1,13 +1,14 @@
 """What the shell of a Slurm job does after its step has ended, with programs that stand for Slurm's."""
 
 import shlex
+import signal
 import subprocess
 from pathlib import Path
 
 import pytest
 
 from tests.support import tiny_run
-from tests.support.launched import PATIENCE, programs
+from tests.support.launched import PATIENCE, launch, programs
 from tests.system.launchers.test_stand_ins import ended
 
 pytestmark = pytest.mark.full
@@ -67,6 +68,23 @@ def test_a_warned_job_is_queued_again_if_its_run_was_saved_and_counted_if_not(
 def test_a_job_that_is_warned_before_its_run_begins_is_queued_again(tmp_path: Path):
     code, text, asked = run_job(tmp_path, "exit 0", first="kill -USR1 $PPID")
     assert code == 0 and asked[-1] == "requeue 7" and not (tmp_path / "starts").exists(), text
+
+
+def test_no_signal_is_lost_while_python_starts(tmp_path: Path):
+    tools = programs(
+        tmp_path / "bin", srun="echo start >> starts", squeue="echo '(null)'", sleep=":",
+        scontrol='echo "$*" >> asked; echo NodeAddr=127.0.0.1',
+    )  # fmt: skip
+    if subprocess.run(["env", "--block-signal=USR1", "true"], capture_output=True, check=False).returncode:
+        pytest.skip("env of this machine cannot block signals")
+    child = launch("slurm_job.sh", str(tmp_path), "srun", "1", "0", "1", "demo", cwd=tmp_path, PATH=tools, **JOB)
+    command = Path(f"/proc/{child.pid}/cmdline")
+    while b"python" not in command.read_bytes().split(b"\0")[0]:
+        assert child.poll() is None
+    child.send_signal(signal.SIGUSR1)  # it has imported nothing yet
+    text = child.communicate(timeout=PATIENCE)[0]
+    assert child.returncode == 0 and "requeue 7" in (tmp_path / "asked").read_text(), text
+    assert not (tmp_path / "starts").exists()
 
 
 def test_warned_jobs_that_save_nothing_come_to_an_end(tmp_path: Path):
