@@ -110,10 +110,6 @@ def _write_masks(args: argparse.Namespace) -> int:
 
     if args.out.exists():
         raise UserError(f"{args.out} already exists: remove it, or choose another file")
-    if args.out.suffix != ".safetensors":
-        raise UserError(f"{args.out} is written as a safetensors file: name it {args.out.with_suffix('.safetensors')}")
-    if not args.out.parent.is_dir():
-        raise UserError(f"{args.out}: there is no folder {args.out.parent}: create it, or choose another file")
     weights = kept = 0
 
     def counted(masks: open_masks.Named) -> Iterator[Any]:

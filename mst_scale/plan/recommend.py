@@ -35,7 +35,7 @@ from mst_scale.plan.step_time import (
 
 LARGEST_MICRO = 64  # beyond it matrix products do not become faster
 CLOSE = 0.03
-MUCH_SLOWER = 1.25  # a dense step, than the fastest: the run of such a setting is not estimated
+SLOWER = 1.05  # a dense step, than the fastest: such a setting is not recommended, as sparse steps are less certain
 MOST_GPUS = 1 << 16
 FREE: Mapping[str, int] = {}
 MEASURED_SIDES = (16, 32)  # blocks whose cost in loss has been measured (docs/studies.md)
@@ -144,7 +144,7 @@ def fitting(
 ) -> list[Choice]:
     """Return the choices that fit, the one with the fastest run first.
 
-    Settings with a much slower dense step than the fastest are left out, except for the fastest of each layout.
+    Settings with a slower dense step than the fastest are left out, except for the fastest of each layout.
     """
     possible = layouts(experiment.model, setting, machine.gpu.per_node, fixed)
     shared = [s for s in possible if describe_conflict(experiment, s.sizes) is None]
@@ -159,7 +159,7 @@ def fitting(
                 found.append((step_seconds(experiment, candidate, machine).total, candidate))
     found.sort(key=itemgetter(0))
     layouts_fastest = {s.sizes: s for _, s in reversed(found)}.values()
-    wanted = [s for seconds, s in found if seconds <= MUCH_SLOWER * found[0][0] or s in layouts_fastest]
+    wanted = [s for seconds, s in found if seconds <= SLOWER * found[0][0] or s in layouts_fastest]
     return sorted(choices(experiment, wanted, machine), key=attrgetter("run_step"))
 
 

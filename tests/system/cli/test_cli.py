@@ -73,8 +73,6 @@ def test_the_verbs_are_listed(words, capsys):
         (["plan", "--config", "nope"], "nope: no such config file; ready-made are "),
         (["plan", "--config", "gpt2-smal", "--gpus", "1"], "the nearest ready-made config is 'gpt2_small'"),
         (["export", "runs/demo", "/proc/x"], "OUT /proc/x cannot be created"),
-        (["masks", "runs/demo", "m.txt"], "m.txt is written as a safetensors file: name it m.safetensors"),
-        (["masks", "runs/demo", "/nope/m.safetensors"], "there is no folder /nope"),
     ],
 )
 def test_a_mistyped_name_is_one_line_with_a_suggestion(words, said, capsys):
