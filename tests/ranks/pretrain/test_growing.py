@@ -191,7 +191,7 @@ def test_flops_are_known_in_advance(tmp_path, small, capsys):
     assert found["grown"]["step"] == 12 and found["grown"]["steps"] == 4
     assert cli.main([*words, "--from", str(small)]) == 0
     said = capsys.readouterr().out
-    assert f"FLOPs of {small}/checkpoints/step00000012 and " in said and "for 4 steps that train the growth" in said
+    assert f"FLOP of {small}/checkpoints/step00000012 and " in said and "for 4 steps that train the growth" in said
     assert cli.main(words) == 0
     assert "Not included: the FLOPs of the smaller run and of 4 steps that train the growth" in capsys.readouterr().out
 

@@ -23,7 +23,7 @@ pytestmark = pytest.mark.full
 FUNCTIONS = [name for name, method in METHODS.items() if method.function]
 ADAM = {"type": "AdamW", "params": {"lr": 1e-2, "betas": [0.9, 0.95], "weight_decay": 0.1, "torch_adam": True}}
 MORE = {
-    "acdc": {"topology": {"interval": 2}, "sparsity": {"turn": 2}},
+    "acdc": {"sparsity": {"turn": 2}},
     "pixelfly": {"options": {"block": 4}},
     "halved": {"attention": {"stride": 8}},
 }

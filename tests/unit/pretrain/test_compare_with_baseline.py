@@ -3,6 +3,7 @@
 import pytest
 
 from mst_scale.config import load
+from mst_scale.units import format_flops
 from tests.ranks.pretrain.test_lengthen import run
 from tests.support import tiny_run
 
@@ -26,7 +27,7 @@ def test_a_whole_run_is_compared_with_the_recorded_one(tmp_path):
     weights = load(tmp_path / "config.json").model.weights
     recorded = {"flops": last["flops"] + 17 * 8 * weights, "val_loss": last["val_loss"] + 0.5, "spread": 0.1}
     assert reported(tmp_path, "second", **recorded).endswith(
-        "the same FLOPs ({flops:.4g}): this run is 0.5000 better".format(**recorded)
+        f"the same FLOPs ({format_flops(recorded['flops'])}); this run is 0.5000 lower"
     )
     assert reported(tmp_path, "third", **recorded, corpus="0b").endswith(
         "this run used one without meta.json: not comparable"
