@@ -40,8 +40,8 @@ class Multiplied(Weights):
 
 def functions_of(checkpoint: Path) -> dict[str, Any] | None:
     """Return what a checkpoint keeps of its method's functions of weights; None if it has none."""
-    told = any(checkpoint.glob("*_model_states.pt"))  # weights alone may lie there, as others have converted them
-    state: dict[str, Any] | None = opened(model_files(checkpoint)[0][0]).get(STATE) if told else None
+    has_states = any(checkpoint.glob("*_model_states.pt"))  # converted checkpoints may have weights only
+    state: dict[str, Any] | None = opened(model_files(checkpoint)[0][0]).get(STATE) if has_states else None
     return state
 
 

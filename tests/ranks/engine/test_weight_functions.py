@@ -200,7 +200,7 @@ def test_a_weight_that_would_be_pulled_twice_is_refused():
     (message,) = pool.run(one_step_of_a_weight_used_twice, 1, ["layer.weight", "once.weight"])
     assert message.endswith("exclude a weight that is not used exactly once per micro-batch with mst.targets.exclude")
     (message,) = pool.run(one_step_of_a_weight_used_twice, 1, ["layer.weight"])
-    assert message.endswith("set gradient_accumulation_steps to 2"), "which cannot be told from two micro-batches"
+    assert message.endswith("set gradient_accumulation_steps to 2"), "which looks like two micro-batches"
 
 
 def one_step_of_more_micro_batches(rank: int, world: int, managed: bool):

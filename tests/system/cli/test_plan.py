@@ -166,7 +166,7 @@ def test_what_the_times_leave_out_is_said(capsys):
     adam = said(capsys, *words)
     assert "in addition to the times above" in adam and "Muon" not in adam
     muon = [*words, "--set", "optimizer.type=Muon"]
-    assert "Muon keeps 4 bytes less" in (told := said(capsys, *muon)) and max(map(len, told.splitlines())) <= 120
+    assert "Muon keeps 4 bytes less" in (text := said(capsys, *muon)) and max(map(len, text.splitlines())) <= 120
     adam, found = (json.loads(said(capsys, *those, "--json"))["left_out"] for those in (words, muon))
     of_layers = 12 * sum(map(newton_schulz_flops, ((2304, 768), (768, 768), (3072, 768), (768, 3072))))
     assert adam["newton_schulz_flops"] == 0 < found["newton_schulz_flops"]
