@@ -346,9 +346,9 @@ class Watch:
 
     def _lose(self, who: str, how: str) -> NoReturn:
         """Tell the others which rank is lost, and exit."""
-        self.lost = f"{who} {how}"
         if found := re.match("rank ([0-9]+)", who):
             report_failed(int(found[1]))
+        self.lost = f"{who} {how}"  # last: from now on, the main thread may end the process
         self._pass_on(f"gone {who}: {how}")
         self._leave()
 
