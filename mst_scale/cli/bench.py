@@ -58,7 +58,7 @@ PROGRAMS = (  # modules of mst_scale.benchmarks
 
 def add(subparsers: Any) -> None:
     """Add the command to the parser."""
-    command = add_command(subparsers, "bench", run, "measure speed on this machine", TEXT)
+    command = add_command(subparsers, "bench", run, "measure speed, or run a study, on this machine", TEXT)
     names = list(PROGRAMS)
     command.add_argument("what", choices=[*names, *_deprecated.BENCHMARKS], metavar="BENCHMARK", help=", ".join(names))
     command.add_argument("options", nargs=argparse.REMAINDER, metavar="…", help="options of that benchmark")

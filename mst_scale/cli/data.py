@@ -40,7 +40,7 @@ examples:
   mst data HuggingFaceFW/fineweb-edu --subset sample-10BT --out corpora/fineweb
   mst data HuggingFaceFW/fineweb-edu --stream --max-bytes 2G --out corpora/sample
   mst data roneneldan/TinyStories --val-split validation --out corpora/stories
-  mst data --verify corpora/owt                         # compare the files with the digests in meta.json
+  mst data --verify corpora/owt                         # compare the files with the checksums in meta.json
 """
 
 UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
@@ -68,7 +68,7 @@ def add(subparsers: Any) -> None:
     option("--stream", action="store_true", help="hub: read while downloading, without keeping a copy")
     option("--workers", type=int, metavar="N", help="processes (default: all cores); the result does not depend on it")
     option("--force", action="store_true", help="build the corpus again, whatever is in the folder")
-    option("--verify", metavar="DIR", help="check a corpus against its digests, and do nothing else")
+    option("--verify", metavar="DIR", help="check a corpus against its checksums, and do nothing else")
     option("--json", action="store_true", help="print meta.json on one line")
 
 
