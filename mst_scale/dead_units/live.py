@@ -320,8 +320,6 @@ class Channels:
                     active=active,
                     pruned=pruned,
                     grown=grown,
-                    regrown=0,
-                    by_score=0,
                     by_random=grown,
                     ever_active=None if mask.ever is None else ever,
                     length=mask.length,

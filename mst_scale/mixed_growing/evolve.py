@@ -102,7 +102,9 @@ class Change:
 
     def grown_indices(self) -> Tensor:
         """Return the positions of grown weights in the slice, int64."""
-        return _indices(self.grown_bits, self.length)
+        if self.grown_bits is None:
+            return torch.empty(0, dtype=torch.int64)
+        return packed_bits.indices(self.grown_bits, self.length)
 
 
 def evolve(
@@ -319,7 +321,3 @@ def active_mean_squares(layers: Sequence[tuple[LayerMask, Tensor]], exchange: Ex
         kept.append(own)
     peaks = peak_keys([Scores(mask.name, (g,)) for (mask, _), g in zip(layers, kept, strict=True)], exchange)
     return mean_squares(kept, [mask.active for mask, _ in layers], peaks, exchange)
-
-
-def _indices(packed: Tensor | None, length: int) -> Tensor:
-    return torch.empty(0, dtype=torch.int64) if packed is None else packed_bits.indices(packed, length)
