@@ -28,7 +28,7 @@ from mst_scale.engine.masking import Masking
 from mst_scale.engine.topology import Topology, TopologyStep, all_finite
 from mst_scale.errors import UserError
 from mst_scale.mixed_growing import packed_bits
-from mst_scale.mixed_growing.evolve import Change, Layer
+from mst_scale.mixed_growing.evolve import Change, Layer, unchanged
 from mst_scale.mixed_growing.masks import assemble
 from mst_scale.mixed_growing.scores import Scores, mean_squares, peak_keys
 from mst_scale.sparse_linear.compact_index import WIDEST
@@ -214,11 +214,7 @@ class CompactTopology(Topology):
     # --- pruning and growing ---
 
     def _evolve(self, under_way: TopologyStep, here: list[int]) -> list[Change]:
-        found: dict[int, Change] = {}
-        for i in here:
-            if i not in self.store.indexes:
-                mask = self._masks[i]
-                found[i] = Change(mask.name, mask.numel, before=mask.active, active=mask.active, length=mask.length)
+        found = {i: unchanged(self._masks[i]) for i in here if i not in self.store.indexes}
         for exchange, together in self.state.exchange.grouped(i for i in here if i not in found):
             for batch in self._batches(together):
                 found |= zip(batch, self._evolve_batch(under_way, batch, exchange), strict=True)
