@@ -132,14 +132,16 @@ def save_tensors(tensors: dict[str, Tensor], path: Path, metadata: dict[str, str
     """Write tensors to a safetensors file, or put the file into the snapshot that is being taken.
 
     Raises:
-        OSError: if the disk is full or fails.
-        SafetensorError: for the same reasons, from the library.
+        OSError: if the disk is full or fails; it names the file.
     """
-    if (taken := current()) is not None:
-        taken.put(path, safetensors.torch.save(tensors, metadata=metadata))
-        return
-    path.parent.mkdir(parents=True, exist_ok=True)
-    safetensors.torch.save_file(tensors, path, metadata=metadata)
+    try:
+        if (taken := current()) is not None:
+            taken.put(path, safetensors.torch.save(tensors, metadata=metadata))
+            return
+        path.parent.mkdir(parents=True, exist_ok=True)
+        safetensors.torch.save_file(tensors, path, metadata=metadata)
+    except (OSError, safetensors.SafetensorError) as error:
+        raise OSError(f"cannot write {path}: {error}") from None
 
 
 def write(files: list[CapturedFile], fd: int, folder: Path) -> list[str]:

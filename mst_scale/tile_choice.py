@@ -7,9 +7,12 @@ the second (wrapping around in shorter lists). This is for tests of results, not
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 from collections.abc import Iterator, Sequence
 from typing import TypeVar
+
+import torch
 
 from mst_scale.errors import UserError
 
@@ -25,6 +28,13 @@ def among(tiles: Sequence[T]) -> tuple[T, ...]:
     if not number.isdecimal():
         raise UserError(f"{VARIABLE}={number} must be the number of a tile (0 for the first); unset it to autotune")
     return (tiles[int(number) % len(tiles)],)
+
+
+@functools.cache
+def capability_of(device: torch.device) -> int:
+    """Return 80 for compute capability 8.0; 0 without a GPU, as under Triton's interpreter."""
+    major, minor = torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
+    return 10 * major + minor
 
 
 @contextlib.contextmanager

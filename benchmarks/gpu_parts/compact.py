@@ -154,7 +154,7 @@ def course(of: Course, kind: str, compiled: bool = False) -> tuple[dict[str, tor
     for i, (part, mask) in enumerate(zip(store.slices, engine.mst.masks, strict=True)):
         found[f"{part.name} mask"] = mask.flags().cpu()
         states = store.states(i)
-        if is_compact and store.index[i] is not None:
+        if is_compact and i in store.indexes:
             states = {key: store.expanded([(i, value)])[0] for key, value in states.items()}
         for key, value in {"weight": store.weight(i), **states}.items():
             found[f"{part.name} {key}"] = value.detach().cpu().clone()

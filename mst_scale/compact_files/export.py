@@ -89,7 +89,7 @@ def export_compact(
     about = {**weights.about(), "tokenizer": text and text.name, "tokenizer_identity": text and text.identity}
     counts, own = _Counts(), None if text is None else text.name
     with draft_of(out) as draft:
-        _, note = write_tokenizer(draft, None if text is None else text.name, weights.config.vocab_size)
+        _, note = write_tokenizer(draft, own, weights.config.vocab_size)
         if note and tokenizer is None and (path / "tokenizer.json").is_file():
             for name in TOKENIZER_FILES:
                 if (path / name).is_file():

@@ -22,7 +22,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -34,6 +34,7 @@ from mst_scale.dead_units import Tally, format_counts, total
 from mst_scale.dead_units.units import LineFlags, Lines, Units, find_units, positions
 from mst_scale.errors import UserError
 from mst_scale.mixed_growing import packed_bits
+from mst_scale.mixed_growing.blocks import CountsWeights
 from mst_scale.mixed_growing.distribution import kept_channels
 from mst_scale.mixed_growing.evolve import Change, Layer
 from mst_scale.mixed_growing.random_k import Permutation, mix64
@@ -213,7 +214,7 @@ def uniform(index: Tensor, key: int) -> Tensor:
     return (2 * ((hashed >> 40) & (GRID - 1)) + 1 - GRID).to(torch.float32) / GRID
 
 
-class Channels:
+class Channels(CountsWeights):
     """Granularity in whole units, with the interface of `blocks.Elements` and `blocks.Blocks`.
 
     Args:
@@ -227,7 +228,6 @@ class Channels:
         UserError: if a sparse parameter has no units, or only a part of a unit is sparse.
     """
 
-    side: ClassVar[int] = 1
     suffix = " in whole channels"
 
     def __init__(
@@ -250,14 +250,6 @@ class Channels:
                     f"mst.targets leaves out {sorted(missing)[0]}: include all of them or none"
                 )
         self.sparse = [some for some in units if set(some.matrices) <= set(names)]
-
-    def grid_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
-        """Return the shape itself: targets count weights."""
-        return tuple(shape)
-
-    def at_least(self, shape: Sequence[int]) -> int:
-        """Return 0, since there is no lower bound on the active weights of a row."""
-        return 0
 
     def active(self, units: Units, sparsity: float) -> Tensor:
         """Return which units are active, one flag per unit."""
@@ -320,8 +312,6 @@ class Channels:
                     active=active,
                     pruned=pruned,
                     grown=grown,
-                    regrown=0,
-                    by_score=0,
                     by_random=grown,
                     ever_active=None if mask.ever is None else ever,
                     length=mask.length,

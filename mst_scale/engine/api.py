@@ -125,7 +125,7 @@ def initialize(
         zero_shards.forget_mpu()
     described = unlimited(experiment) if own_loop else experiment
     parameters = make_compact(model, described, optimizer, parameters, others)
-    with announced(), zero_shards.asserted_of_cutting(model, sizes_of(experiment.deepspeed).tensor):
+    with announced(), zero_shards.asserted_of_cutting(model, sizes.tensor):
         engine, made, loader, scheduler = _deepspeeds_own(
             args, model, optimizer, parameters, config=experiment.deepspeed, **others
         )

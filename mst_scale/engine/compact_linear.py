@@ -21,6 +21,7 @@ from torch import Tensor
 
 from mst_scale.sparse_linear import compact
 from mst_scale.sparse_linear.compact_index import CompactIndex
+from mst_scale.sparse_linear.derivatives import outside_graphs
 from mst_scale.transforms import check_first_derivative, check_not_transformed, leave_graph
 
 DENSE = "set mst.compute.compact to off"
@@ -38,12 +39,8 @@ def compact_embedding(
     """Return the rows of the tokens in the matrix with these values at the index."""
     check_not_transformed(index.name, DENSE, values)
     leave_graph(index.name, DENSE)
-    return _outside_graphs(tokens, values[: index.count], index, (padding_idx, scale_by_frequency))
-
-
-@torch._disable_dynamo
-def _outside_graphs(*arguments: Any) -> Tensor:
-    rows: Tensor = _Embedding.apply(*arguments)
+    how = padding_idx, scale_by_frequency
+    rows: Tensor = outside_graphs(_Embedding, tokens, values[: index.count], index, how)
     return rows
 
 

@@ -28,7 +28,7 @@ from mst_scale.engine.masking import Masking
 from mst_scale.engine.topology import Topology, TopologyStep, all_finite
 from mst_scale.errors import UserError
 from mst_scale.mixed_growing import packed_bits
-from mst_scale.mixed_growing.evolve import Change, Layer
+from mst_scale.mixed_growing.evolve import Change, Layer, unchanged
 from mst_scale.mixed_growing.masks import assemble
 from mst_scale.mixed_growing.scores import Scores, mean_squares, peak_keys
 from mst_scale.sparse_linear.compact_index import WIDEST
@@ -46,9 +46,7 @@ class CompactMasking(Masking):
             return
         scale = zero_shards.loss_scale(self.engine)
         finite = self.topology.finish_dense_gradients(scale)
-        for i, index in enumerate(self.store.index):
-            if index is None:
-                continue
+        for i in self.store.indexes:
             gradient = self.store.gradient(i)
             if gradient is None:  # the loss does not depend on this parameter
                 gradient = self.store.values.weight(i).new_zeros(self.store.values.slices[i].length)
@@ -105,15 +103,16 @@ class CompactTopology(Topology):
         self._wanted = False
         self._reduced_late = [
             i
-            for i, (index, parameter) in enumerate(zip(self.store.index, self.store.parameters, strict=True))
-            if index is not None and parameter.requires_grad and (self.store.group is None or i in self.store.tied)
+            for i in self.store.indexes
+            if not self.store.frozen(i) and (self.store.group is None or i in self.store.tied)
         ]
         """Parameters whose gradients are kept: at stage 0, where ranks may use different layers, as DeepSpeed allows
         there, and those that other stages of a pipeline hold too."""
         # a strong reference would keep the engine in memory: Python's collector does not see these hooks
         keep = _weakly(self._keep_gradient_of_step)
-        for i, (index, parameter) in enumerate(zip(self.store.index, self.store.parameters, strict=True)):
-            if index is None or not parameter.requires_grad:
+        for i in self.store.indexes:
+            parameter = self.store.parameters[i]
+            if self.store.frozen(i):
                 continue
             # a load broadcasts tied parameters between stages, and torch then drops hooks of the other kind
             if i in self._reduced_late:
@@ -125,8 +124,9 @@ class CompactTopology(Topology):
         zero_shards.on_zero_grad(self.engine, _weakly(self._leave_out))
         if sparsity is None:  # given masks have as many as they have
             return
-        for mask, count, index in zip(self._masks, self.counts(sparsity), self.store.index, strict=True):
-            assert index is None or index.count == count, f"{mask.name}: {index.count} values for {count} weights"
+        counts = self.counts(sparsity)
+        for i, index in self.store.indexes.items():
+            assert index.count == counts[i], f"{index.name}: {index.count} values for {counts[i]} weights"
 
     def keep_gradient(self, i: int, gradient: Tensor, scale: float) -> bool:
         """Keep a copy of this rank's range of the values' gradient, if a topology step is under way."""
@@ -152,9 +152,8 @@ class CompactTopology(Topology):
 
     def ask_for_dense_gradients(self, wanted: bool) -> None:
         """Set whether the next backward passes hand on the dense gradients of layers."""
-        for i, index in enumerate(self.store.index):
-            if index is not None:
-                index.on_gradient = functools.partial(self._add_use, i) if wanted else None
+        for i, index in self.store.indexes.items():
+            index.on_gradient = functools.partial(self._add_use, i) if wanted else None
         self._wanted = wanted
 
     def _around_pass(self) -> contextlib.AbstractContextManager[Any]:
@@ -215,11 +214,7 @@ class CompactTopology(Topology):
     # --- pruning and growing ---
 
     def _evolve(self, under_way: TopologyStep, here: list[int]) -> list[Change]:
-        found: dict[int, Change] = {}
-        for i in here:
-            if self.store.index[i] is None:
-                mask = self._masks[i]
-                found[i] = Change(mask.name, mask.numel, before=mask.active, active=mask.active, length=mask.length)
+        found = {i: unchanged(self._masks[i]) for i in here if i not in self.store.indexes}
         for exchange, together in self.state.exchange.grouped(i for i in here if i not in found):
             for batch in self._batches(together):
                 found |= zip(batch, self._evolve_batch(under_way, batch, exchange), strict=True)
@@ -227,7 +222,7 @@ class CompactTopology(Topology):
 
     def _batches(self, layers: list[int]) -> list[list[int]]:
         """Divide layers into batches that have no more weights, and no more active ones, than the largest layer."""
-        known = [index for index in self.store.index if index is not None]
+        known = self.store.indexes.values()
         most = max((x.numel for x in known), default=0), max((x.count for x in known), default=0)
         batches: list[list[int]] = []
         room = active = 0
@@ -326,10 +321,10 @@ class CompactTopology(Topology):
 
     def masks_from_index(self) -> None:
         """Make masks of the index that the model's layers have."""
-        for mask, index in zip(self._masks, self.store.index, strict=True):
+        for i, mask in enumerate(self._masks):
             if mask.ever is not None:
                 mask.ever.zero_()  # the dense mask was never trained with
-            if index is None:
+            if (index := self.store.indexes.get(i)) is None:
                 mask.set_flags(torch.ones(mask.length, dtype=torch.bool, device=mask.device), mask.numel)
                 continue
             flags = index.flags().to(mask.device)
@@ -337,7 +332,7 @@ class CompactTopology(Topology):
 
     def take_index(self, checkpoint: Path) -> Callable[[], None]:
         """Give the layers the index of a checkpoint's masks, before its weights come; return what undoes it."""
-        before = [(index, index.positions) for index in self.store.index if index is not None]
+        before = [(index, index.positions) for index in self.store.indexes.values()]
         if not (checkpoint / mask_files.FOLDER).is_dir():
             return lambda: None  # it has no masks: whoever takes its weights says what is to be done
         masks = mask_files.read_all(checkpoint)
@@ -364,13 +359,10 @@ class CompactTopology(Topology):
 
     def index_from_masks(self) -> None:
         """Give the layers the index of masks that were restored (collective)."""
-        compact = [i for i, index in enumerate(self.store.index) if index is not None]
-        for exchange, together in self.state.exchange.grouped(compact):
+        for exchange, together in self.state.exchange.grouped(self.store.indexes):
             for batch in self._batches(together):
                 for i, positions in zip(batch, self._positions(batch, exchange), strict=True):
-                    index = self.store.index[i]
-                    assert index is not None
-                    index.replace(positions)
+                    self.store.indexes[i].replace(positions)
 
 
 @dataclass

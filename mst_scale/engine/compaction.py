@@ -38,11 +38,8 @@ from mst_scale.sparse_linear.layers import stored_across
 from mst_scale.sparse_linear.replaced import replace_forward
 from mst_scale.zero_shards import indexes_of, mark, mark_model, shape_of
 
-FUSED = (
-    nn.TransformerEncoderLayer,
-    nn.MultiheadAttention,
-)  # in evaluation they pass weights of their layers to kernels
-
+# In evaluation they pass weights of their layers to kernels.
+FUSED = (nn.TransformerEncoderLayer, nn.MultiheadAttention)
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 REPLICATED = "ds_pipe_replicated"  # of a parameter that DeepSpeed's norms count on another stage
 
@@ -133,11 +130,8 @@ def _why_layer_stays(model: nn.Module, name: str, parameter: nn.Parameter) -> st
 
 def _is_table_of_head(module: nn.Module) -> bool:
     """Whether a module is an embedding that a tied head multiplies by through `head_product`."""
-    return (
-        isinstance(module, nn.Embedding)
-        and hasattr(module, "head_product")
-        and (type(module).forward is nn.Embedding.forward)
-    )
+    looks_up = isinstance(module, nn.Embedding) and type(module).forward is nn.Embedding.forward
+    return looks_up and hasattr(module, "head_product")
 
 
 def _read_by_functions(model: nn.Module) -> list[nn.Module]:
@@ -347,8 +341,6 @@ def _replaced(parameters: Any, made: dict[int, nn.Parameter]) -> Any:
         held = [held] if isinstance(held, torch.Tensor) else held
         return {**item, "params": [one(p) for p in held]}
 
-    if parameters is None:
-        return None
     if not isinstance(parameters, Iterable):
         raise UserError(f"model_parameters is a {type(parameters).__name__}: give parameters or groups of them")
     return [group(item) for item in parameters]

@@ -79,7 +79,7 @@ class SparseCompute(Component):
     def _choose(self) -> list[str]:
         """Return the backend of each mask's layer, the same on every rank."""
         masks, layers = self.state.masks, self.layers
-        chosen = [layers.choose(mask.name, 1 - mask.active / mask.numel) for mask in masks]
+        chosen = [dispatch.select_for(layers, mask.name, 1 - mask.active / mask.numel) for mask in masks]
         if layers.products:
             dense = self.state.exchange.max(torch.tensor([backend == "dense" for backend in chosen], dtype=torch.int64))
             chosen = ["dense" if one else own for one, own in zip(dense.tolist(), chosen, strict=True)]
@@ -163,9 +163,8 @@ class CompactLayers:
         self.parameters: dict[str, torch.nn.Parameter] = {}
         self.products: dict[str, Any] = {}
         self.dense_gradients = topology.ask_for_dense_gradients
-        for index, parameter in zip(topology.store.index, topology.store.parameters, strict=True):
-            if index is None:
-                continue
+        for i, index in topology.store.indexes.items():
+            parameter = topology.store.parameters[i]
             shape = (index.outputs, index.inputs)
             if backend not in ("auto", "dense"):
                 reason = dispatch.why_not(backend, parameter.device.type, parameter.dtype, shape, self.block)
@@ -174,10 +173,6 @@ class CompactLayers:
             index.on(topology.engine.device)  # otherwise torch.compile would compile a graph for each device
             self.index[index.name], self.parameters[index.name] = index, parameter
             self.products[index.name] = SimpleNamespace(shape=shape)
-
-    def choose(self, name: str, sparsity: float) -> str:
-        """Return the backend for a layer at a sparsity."""
-        return dispatch.select_for(self, name, sparsity)
 
 
 class CompactCompute(SparseCompute):

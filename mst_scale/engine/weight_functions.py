@@ -172,9 +172,6 @@ class WeightFunctions(Component, Criteria):
             for name, layer in self.layers.items():
                 layer.added, layer.again = before[name], None
 
-    def before_update(self) -> None:
-        self._seed_moments()
-
     def after_step(self, updated: bool) -> None:
         self._end_if_due()
         self._follow()
@@ -261,8 +258,8 @@ class WeightFunctions(Component, Criteria):
             mean = float(self.zero.sum(g.double().square().sum())) / math.prod(shape)
             self.first_squares[i] = g.square().clamp(min=mean)
 
-    def _seed_moments(self) -> None:
-        """No overflow has come of those gradients, and what clipping makes of them is known.
+    def before_update(self) -> None:
+        """Start second moments: no overflow has come of those gradients, and what clipping makes of them is known.
 
         ZeRO-3 updates its sub-groups one after the other, so that this is called before each of them.
         """

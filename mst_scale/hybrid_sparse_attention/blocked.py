@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 
-from mst_scale.hybrid_sparse_attention.custom_op import Tensors3, accumulator, empty_output, sparse_operator
+from mst_scale.hybrid_sparse_attention.custom_op import Saved, Tensors3, accumulator, empty_output, sparse_operator
 from mst_scale.hybrid_sparse_attention.pattern import Pattern
 
 SCORES = 1 << 22  # 16 MiB of float32 scores; backward holds two such blocks
@@ -175,20 +175,9 @@ def forward(
     return out, top, total
 
 
-def backward(  # noqa: PLR0917  (what `sparse_operator` saves)
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    out: torch.Tensor,
-    top: torch.Tensor,
-    total: torch.Tensor,
-    *,
-    dout: torch.Tensor,
-    pattern: Pattern,
-    causal: bool,
-    scale: float,
-) -> Tensors3:
+def backward(saved: Saved, dout: torch.Tensor, *, pattern: Pattern, causal: bool, scale: float) -> Tensors3:
     """Compute (dq, dk, dv), see custom_op."""
+    q, k, v, out, top, total = saved
     dtype = accumulator(q.dtype)
     grads = [empty_output(x) for x in (q, k, v)]
     dq, dk, dv = (x.zero_() if x.dtype == dtype else torch.zeros_like(x, dtype=dtype) for x in grads)

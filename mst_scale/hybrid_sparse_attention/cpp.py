@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from mst_scale import compiled
-from mst_scale.hybrid_sparse_attention.custom_op import Tensors3, empty_output, empty_row_numbers, sparse_operator
+from mst_scale.hybrid_sparse_attention.custom_op import Saved, Tensors3, empty_gradients, empty_results, sparse_operator
 from mst_scale.hybrid_sparse_attention.pattern import KINDS, Pattern
 
 SOURCES = Path(__file__).parent / "cpp_kernel"
@@ -109,27 +109,16 @@ def forward(
 ) -> Tensors3:
     """Compute (out, top, total), see custom_op."""
     q, k, v = map(_rows_contiguous, (q, k, v))
-    out, top, total = empty_output(q), empty_row_numbers(q), empty_row_numbers(q)
+    out, top, total = empty_results(q)
     _call("hsa_forward", pattern, causal, scale, (top, total), q=q, k=k, v=v, out=out)
     return out, top, total
 
 
-def backward(  # noqa: PLR0917  (what `sparse_operator` saves)
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    out: torch.Tensor,
-    top: torch.Tensor,
-    total: torch.Tensor,
-    *,
-    dout: torch.Tensor,
-    pattern: Pattern,
-    causal: bool,
-    scale: float,
-) -> Tensors3:
+def backward(saved: Saved, dout: torch.Tensor, *, pattern: Pattern, causal: bool, scale: float) -> Tensors3:
     """Compute (dq, dk, dv), see custom_op."""
+    q, k, v, out, top, total = saved
     q, k, v, out, dout = map(_rows_contiguous, (q, k, v, out, dout))
-    dq, dk, dv = empty_output(q), empty_output(k), empty_output(v)
+    dq, dk, dv = empty_gradients(q, k, v)
     tensors = {"q": q, "k": k, "v": v, "out": out, "dout": dout, "dq": dq, "dk": dk, "dv": dv}
     _call("hsa_backward", pattern, causal, scale, (top.contiguous(), total.contiguous()), **tensors)
     return dq, dk, dv

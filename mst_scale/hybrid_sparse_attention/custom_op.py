@@ -22,6 +22,8 @@ from mst_scale.transforms import check_not_transformed
 
 TO_DEFINITION = 'set mst.attention.backend to "definition", which computes every pair and masks'
 Tensors3 = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+Saved = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
+"""(q, k, v, out, top, total), which backward gets."""
 Backward = Callable[..., Tensors3]
 
 
@@ -54,9 +56,15 @@ def empty_output(q: torch.Tensor) -> torch.Tensor:
     return q.new_empty(batch, length, heads, dim).transpose(1, 2)
 
 
-def empty_row_numbers(q: torch.Tensor) -> torch.Tensor:
-    """Return an empty tensor with one number per row of queries, for top or total."""
-    return q.new_empty(q.shape[:3], dtype=accumulator(q.dtype))
+def empty_results(q: torch.Tensor) -> Tensors3:
+    """Return empty (out, top, total); top and total have one number per row of queries."""
+    top, total = (q.new_empty(q.shape[:3], dtype=accumulator(q.dtype)) for _ in range(2))
+    return empty_output(q), top, total
+
+
+def empty_gradients(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Tensors3:
+    """Return empty (dq, dk, dv)."""
+    return empty_output(q), empty_output(k), empty_output(v)
 
 
 def sparse_operator(name: str, forward: Forward, backward: Backward) -> SparseAttention:
@@ -70,15 +78,9 @@ def sparse_operator(name: str, forward: Forward, backward: Backward) -> SparseAt
             return forward(*qkv, pattern=Pattern(kind, stride), causal=causal, scale=scale)
 
     def run_backward(*inputs: Any) -> Tensors3:
-        *tensors, dout, kind, stride, causal, scale = inputs
+        *saved, dout, kind, stride, causal, scale = inputs
         with torch.autocast(dout.device.type, enabled=False):
-            return backward(*tensors, dout=dout, pattern=Pattern(kind, stride), causal=causal, scale=scale)
-
-    def shapes_forward(*inputs: Any) -> Tensors3:
-        return empty_output(inputs[0]), empty_row_numbers(inputs[0]), empty_row_numbers(inputs[0])
-
-    def shapes_backward(*inputs: Any) -> Tensors3:
-        return empty_output(inputs[0]), empty_output(inputs[1]), empty_output(inputs[2])
+            return backward(tuple(saved), dout, pattern=Pattern(kind, stride), causal=causal, scale=scale)
 
     forward_op = torch.library.custom_op(
         f"mst_scale::{name}",
@@ -92,8 +94,8 @@ def sparse_operator(name: str, forward: Forward, backward: Backward) -> SparseAt
         mutates_args=(),
         schema=f"({saved}, Tensor dout, {options}) -> (Tensor, Tensor, Tensor)",
     )
-    forward_op.register_fake(shapes_forward)
-    backward_op.register_fake(shapes_backward)
+    forward_op.register_fake(lambda q, *_: empty_results(q))
+    backward_op.register_fake(lambda q, k, v, *_: empty_gradients(q, k, v))
 
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensors3) -> None:
         q, k, v, *ctx.options = inputs

@@ -68,9 +68,8 @@ def _of_transformers(module: nn.Module) -> Iterator[Any]:
 
 def _attach(model: Any, pattern: Pattern, backend: str) -> str | None:
     config = model.config
-    text = getattr(
-        config, "get_text_config", lambda: config
-    )()  # of a model that also reads images, for example, a part of its config
+    # of a model that also reads images, for example, a part of its config
+    text = getattr(config, "get_text_config", lambda: config)()
     if reason := unsupported_reason(config) or unsupported_reason(text):
         return reason
     if config._attn_implementation != NAME and _split_by_deepspeed(config._attn_implementation):
@@ -221,9 +220,8 @@ def _queries(length: int, total: int, mask: torch.Tensor | None, device: torch.d
     row = torch.arange(length, device=device)
     if mask is None or length == total:
         return row + (total - length)
-    last = torch.where(_visible(mask, total), torch.arange(total, device=device), 0).amax(
-        -1
-    )  # (batch, heads or 1, length)
+    keys = torch.where(_visible(mask, total), torch.arange(total, device=device), 0)
+    last = keys.amax(-1)  # (batch, heads or 1, length)
     return row + (last - row).amax()
 
 

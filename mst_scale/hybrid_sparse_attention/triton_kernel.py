@@ -28,10 +28,10 @@ import triton
 import triton.language as tl
 
 from mst_scale.errors import UserError
-from mst_scale.hybrid_sparse_attention.custom_op import Tensors3, empty_output, empty_row_numbers, sparse_operator
+from mst_scale.hybrid_sparse_attention.custom_op import Saved, Tensors3, empty_gradients, empty_results, sparse_operator
 from mst_scale.hybrid_sparse_attention.pattern import Pattern
 from mst_scale.hybrid_sparse_attention.tiles import Tile, size_class, tiles_of, width
-from mst_scale.tile_choice import among
+from mst_scale.tile_choice import among, capability_of
 
 WINDOW, RESIDUES, BLOCK, LAST = (tl.constexpr(part) for part in range(4))
 BEYOND = tl.constexpr(2**31 - 1)  # a row outside of every sequence
@@ -363,7 +363,7 @@ def _launch(name, tensors, q, k, v, pattern, causal, scale, part, first, over_ke
         return (triton.cdiv(positions, tile["KEYS" if over_keys else "QUERIES"]) * batch * owners,)
 
     kind = size_class(stride) * 32 + size_class(per)
-    tiles = among(tiles_of(name, _capability(q.device), q.dtype, dim))
+    tiles = among(tiles_of(name, capability_of(q.device), q.dtype, dim))
     kernel = _tuned(name, tiles, () if first else CONTINUED[name])
     strides = (*q.stride()[:3], *k.stride()[:3], *v.stride()[:3])
     with torch.cuda.device_of(q):  # Triton launches on the current device
@@ -371,13 +371,6 @@ def _launch(name, tensors, q, k, v, pattern, causal, scale, part, first, over_ke
             *tensors, *strides, length, stride, per, owners, positions, kind, scale,
             GROUP=group, D=dim, WIDE=width(dim), PART=part, CAUSAL=causal, FIRST=first,
         )  # fmt: skip
-
-
-@functools.cache
-def _capability(device: torch.device) -> int:
-    """Return 80 for compute capability 8.0; 0 under the interpreter."""
-    major, minor = torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
-    return 10 * major + minor
 
 
 def _readable(x: torch.Tensor) -> torch.Tensor:
@@ -407,30 +400,19 @@ def forward(
     """Compute (out, top, total), see custom_op."""
     _check_offsets(q)
     q, k, v = map(_readable, (q, k, v))
-    out, top, total = empty_output(q), empty_row_numbers(q), empty_row_numbers(q)
+    out, top, total = empty_results(q)
     if q.numel():
         for index, part in enumerate(_parts(pattern, q.shape[2])):
             _launch("_forward", (q, k, v, out, top, total), q, k, v, pattern, causal, scale, part, index == 0, False)
     return out, top, total
 
 
-def backward(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    out: torch.Tensor,
-    top: torch.Tensor,
-    total: torch.Tensor,
-    *,
-    dout: torch.Tensor,
-    pattern: Pattern,
-    causal: bool,
-    scale: float,
-) -> Tensors3:
+def backward(saved: Saved, dout: torch.Tensor, *, pattern: Pattern, causal: bool, scale: float) -> Tensors3:
     """Compute (dq, dk, dv), see custom_op."""
+    q, k, v, out, top, total = saved
     q, k, v = map(_readable, (q, k, v))
     out, dout, top, total = _packed(out), _packed(dout), top.contiguous(), total.contiguous()
-    dq, dk, dv = empty_output(q), empty_output(k), empty_output(v)
+    dq, dk, dv = empty_gradients(q, k, v)
     if q.numel():
         delta = torch.empty_like(top)
         parts = _parts(pattern, q.shape[2])

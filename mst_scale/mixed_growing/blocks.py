@@ -47,12 +47,10 @@ CPU = torch.device("cpu")
 PEAK_BIT = 46  # of the fixed-point grid: 2^14 weights of a block below 2^47 each sum to less than 2^61
 
 
-@dataclass(frozen=True)
-class Elements:
-    """Granularity in single weights."""
+class CountsWeights:
+    """The common part of granularities whose targets count single weights."""
 
     side: ClassVar[int] = 1
-    suffix = ""
 
     def grid_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
         """Return the shape itself: targets count weights."""
@@ -61,6 +59,13 @@ class Elements:
     def at_least(self, shape: Sequence[int]) -> int:
         """Return 0, since there is no lower bound on the active weights of a row."""
         return 0
+
+
+@dataclass(frozen=True)
+class Elements(CountsWeights):
+    """Granularity in single weights."""
+
+    suffix = ""
 
     evolve = staticmethod(elements.evolve)
     sparsify = staticmethod(elements.sparsify)

@@ -102,7 +102,9 @@ class Change:
 
     def grown_indices(self) -> Tensor:
         """Return the positions of grown weights in the slice, int64."""
-        return _indices(self.grown_bits, self.length)
+        if self.grown_bits is None:
+            return torch.empty(0, dtype=torch.int64)
+        return packed_bits.indices(self.grown_bits, self.length)
 
 
 def evolve(
@@ -140,7 +142,7 @@ def evolve(
     ]
     tasks = [_Task(layer, plan) for layer, plan in zip(layers, plans, strict=True) if plan.prune or plan.grow]
     if not tasks:
-        return [_unchanged(layer) for layer in layers]
+        return [unchanged(layer.mask) for layer in layers]
     wanted = [policy.prune] if any(task.plan.prune for task in tasks) else []
     wanted += [policy.grow] if any(task.plan.by_score for task in tasks) else []
     peaks = peaks_of([task.layer for task in tasks], wanted, gradient_size, exchange)
@@ -163,7 +165,7 @@ def evolve(
     growing = [task.layer if task.plan.grow else None for task in tasks]
     sizes = gradient_sizes(growing, peaks, exchange) if gradient_size else {}
     totals = exchange.sum(torch.tensor([x.local_counts() for x in tasks], dtype=torch.int64).view(-1, 3)).tolist()
-    changes = {layer.mask.name: _unchanged(layer) for layer in layers}
+    changes = {layer.mask.name: unchanged(layer.mask) for layer in layers}
     for task, (active, _, _) in zip(tasks, totals, strict=True):
         if active != task.layer.target:
             raise RuntimeError(
@@ -305,8 +307,8 @@ def gradient_sizes(
     return dict(zip((layer.mask.name for _, layer, _ in chosen), means, strict=True))
 
 
-def _unchanged(layer: Layer) -> Change:
-    mask = layer.mask
+def unchanged(mask: LayerMask) -> Change:
+    """Return the result of a step that leaves a mask as it is."""
     return Change(mask.name, mask.numel, before=mask.active, active=mask.active, length=mask.length)
 
 
@@ -319,7 +321,3 @@ def active_mean_squares(layers: Sequence[tuple[LayerMask, Tensor]], exchange: Ex
         kept.append(own)
     peaks = peak_keys([Scores(mask.name, (g,)) for (mask, _), g in zip(layers, kept, strict=True)], exchange)
     return mean_squares(kept, [mask.active for mask, _ in layers], peaks, exchange)
-
-
-def _indices(packed: Tensor | None, length: int) -> Tensor:
-    return torch.empty(0, dtype=torch.int64) if packed is None else packed_bits.indices(packed, length)

@@ -32,15 +32,14 @@ class LayerMask:
     """uint8, ⌈length/8⌉ bytes; None if all weights of the parameter, on all ranks, are active."""
     ever: Tensor | None = None
     """ITOP: weights that were active at any time since counting began; None if they are not counted."""
-    active: int = field(default=-1)
+    active: int = field(init=False)
     """Number of active weights on all ranks together."""
     length: int = field(init=False)
     """Number of weights in the slice."""
 
     def __post_init__(self) -> None:
         self.length = self.shard.length  # cached, as every step reads it
-        if self.active < 0:
-            self.active = self.numel
+        self.active = self.numel
 
     @property
     def name(self) -> str:
@@ -184,12 +183,6 @@ class MaskSet:
     def names(self) -> list[str]:
         """The names of the sparse parameters."""
         return list(self._layers)
-
-    @property
-    def sparsity(self) -> float:
-        """The fraction of inactive weights in all sparse parameters on all ranks."""
-        total = sum(layer.numel for layer in self)
-        return 1 - sum(layer.active for layer in self) / total if total else 0.0
 
     @property
     def dense(self) -> bool:

@@ -104,8 +104,7 @@ class Permutation:
     """
 
     def __init__(self, numel: int, *key: int | str, device: torch.device):
-        self.numel = numel
-        self.a = max(1, math.isqrt(max(numel - 1, 0)) + 1)
+        self.a = math.isqrt(max(numel - 1, 0)) + 1
         self.b = max(1, -(-numel // self.a))
         self.places = self.a * self.b  # numel ≤ places < numel + a
         sides = [(self.b, self.a), (self.a, self.b)] * (ROUNDS // 2)

@@ -39,7 +39,7 @@ import triton.language as tl
 
 from mst_scale.errors import UserError
 from mst_scale.sparse_linear.derivatives import InputGradient, WeightGradient
-from mst_scale.tile_choice import among
+from mst_scale.tile_choice import among, capability_of
 
 SIDES = (16, 32, 64, 128)  # the smallest tile of the matrix unit is 16 wide
 SPLIT_TOKENS = 512  # least number of tokens per split
@@ -209,13 +209,6 @@ def _tuned_gradient(sizes: tuple[tuple[int, ...], ...]) -> Any:
 
 
 @functools.cache
-def _capability(device: torch.device) -> int:
-    """80 for compute capability 8.0; 0 under the interpreter."""
-    major, minor = torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
-    return 10 * major + minor
-
-
-@functools.cache
 def _multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
 
@@ -286,7 +279,7 @@ class BlockIndex:
         parts = x.new_empty(splits if splits > 1 else 0, groups, self.side, self.width, dtype=torch.float32)
         where = (*self.rows, self.group_row, self.group_number)
         with torch.cuda.device_of(x):  # Triton launches on the current device
-            _tuned_gradient(among(gradient_tiles(_capability(x.device), self.side)))[(groups, splits)](
+            _tuned_gradient(among(gradient_tiles(capability_of(x.device), self.side)))[(groups, splits)](
                 x, dy, dw, parts, *where, tokens, per_split, outputs, inputs,
                 SIDE=self.side, WIDTH=self.width, SPLIT=splits > 1, **(FIXED_GRADIENT if INTERPRETED else {}),
             )  # fmt: skip
@@ -309,7 +302,7 @@ class BlockIndex:
 
         if y.numel():
             with torch.cuda.device_of(x):
-                _tuned_product(among(product_tiles(_capability(x.device), self.side)))[grid](
+                _tuned_product(among(product_tiles(capability_of(x.device), self.side)))[grid](
                     x, weight, x if bias is None else bias, y, *where, len(x), outputs, inputs,
                     weight_output, weight_input, blocks,
                     SIDE=self.side, BIAS=bias is not None, **(FIXED_PRODUCT if INTERPRETED else {}),

@@ -175,7 +175,6 @@ class CompiledProducts:
         dtype: torch.dtype,
         tensors: Mapping[str, Tensor | None],
         *,
-        scale: float = 1.0,
         most_threads: int | None = None,
         stored: bool = False,
     ) -> None:
@@ -184,7 +183,7 @@ class CompiledProducts:
         work = tokens * max(self.entries, sum(self.shape))
         threads = max(1, min(most_threads or torch.get_num_threads(), torch.get_num_threads(), work // PER_THREAD))
         swapped = self.across and not stored
-        call = self._call(swapped, tokens=tokens, dtype=DTYPES.index(dtype), threads=threads, scale=scale, **addresses)
+        call = self._call(swapped, tokens=tokens, dtype=DTYPES.index(dtype), threads=threads, scale=1.0, **addresses)
         status = getattr(self.library, function)(ctypes.byref(call))
         assert status == 0, f"{function} returned {status}"
 

@@ -179,10 +179,6 @@ class SparseLayers:
                 self.left_dense[0],
             )
 
-    def choose(self, name: str, sparsity: float) -> str:
-        """Return the backend for a parameter at a sparsity; "dense" needs no mask."""
-        return dispatch.select_for(self, name, sparsity)
-
     def set_mask(self, name: str, active: torch.Tensor | None, chosen: str) -> None:
         """From now on, compute with the mask `active` (bool, of the parameter's shape), or dense if it is None."""
         if name not in self.products:

@@ -44,11 +44,11 @@ class NarrowIndex:
         x = x if self.chained_in else _cut(x, -1, self.columns, inputs)
         w = _cut(_cut(weight, 0, self.rows, outputs), 1, self.columns, inputs)
         y = F.linear(x, w)
-        if not self.chained_out and self.rows is not None:
+        if self.rows is not None and not self.chained_out:
             y = _Placed.apply(y, -1, self.rows, outputs)
-        if bias is None:
-            return y
-        return y + (kept(bias, 0, self.rows) if self.chained_out else bias)
+        elif self.rows is not None and bias is not None:
+            bias = bias.index_select(0, self.rows)
+        return y if bias is None else y + bias
 
 
 def chain(first: Index | None, second: Index | None, parts: int = 1, groups: int = 1) -> bool:
@@ -71,25 +71,8 @@ def chain(first: Index | None, second: Index | None, parts: int = 1, groups: int
     return True
 
 
-def kept(tensor: torch.Tensor, axis: int, which: torch.Tensor | None) -> torch.Tensor:
-    """Return the chosen rows or columns; all of them if `which` is None."""
-    return tensor if which is None else tensor.index_select(axis, which)
-
-
-def placed(tensor: torch.Tensor, axis: int, which: torch.Tensor | None, extent: int) -> torch.Tensor:
-    """Return the rows or columns at their places among zeros; the inverse of `kept`."""
-    if which is None:
-        return tensor
-    shape = list(tensor.shape)
-    shape[axis] = extent
-    zeros = tensor.new_zeros(shape)
-    if axis == 0:
-        return zeros.index_copy_(0, which, tensor)
-    return zeros.scatter_(-1, which.expand_as(tensor), tensor)  # twice as fast as index_copy_ on a CPU
-
-
 def _cut(tensor: torch.Tensor, axis: int, which: torch.Tensor | None, extent: int) -> torch.Tensor:
-    """`kept` with a gradient written in one pass; torch's own would add to zeros."""
+    """Return the chosen rows or columns; all of them if `which` is None."""
     if which is None:
         return tensor
     found: torch.Tensor = _Kept.apply(tensor, axis, which, extent)
@@ -97,10 +80,12 @@ def _cut(tensor: torch.Tensor, axis: int, which: torch.Tensor | None, extent: in
 
 
 class _Kept(torch.autograd.Function):
+    """The chosen rows or columns, with a gradient written in one pass; torch's own would add to zeros."""
+
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, axis: int, which: torch.Tensor, extent: int) -> torch.Tensor:
         ctx.place = axis, which, extent
-        return kept(tensor, axis, which)
+        return tensor.index_select(axis, which)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
@@ -108,10 +93,17 @@ class _Kept(torch.autograd.Function):
 
 
 class _Placed(torch.autograd.Function):
+    """The rows or columns at their places among zeros; the inverse of `_Kept`."""
+
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, axis: int, which: torch.Tensor, extent: int) -> torch.Tensor:
         ctx.place = axis, which, extent
-        return placed(tensor, axis, which, extent)
+        shape = list(tensor.shape)
+        shape[axis] = extent
+        zeros = tensor.new_zeros(shape)
+        if axis == 0:
+            return zeros.index_copy_(0, which, tensor)
+        return zeros.scatter_(-1, which.expand_as(tensor), tensor)  # twice as fast as index_copy_ on a CPU
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:

@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 
 from mst_scale import snapshot, tensor_files
 from mst_scale.errors import Damaged, UserError
@@ -51,16 +50,12 @@ def remove(checkpoint: Path) -> None:
 
 def save(checkpoint: Path, indexes: Sequence[CompactIndex], stage: int = 0, stages: int = 1) -> None:
     """Write the indexes of a model, or of a stage of its pipeline; one rank does."""
-    path = file_of(checkpoint, stage)
     tensors = {index.name: packed_bits.pack(index.flags().cpu()) for index in indexes}
     shapes = {index.name: list(index.shape) for index in indexes}
     head: dict[str, Any] = {"format": FORMAT, "shapes": shapes}
     if stages > 1:
         head |= {"format": OF_STAGES, "stage": stage, "stages": stages}
-    try:
-        snapshot.save_tensors(tensors, path, {"mst": json.dumps(head)})
-    except (OSError, SafetensorError) as error:
-        raise OSError(f"cannot write {path}: {error}") from None
+    snapshot.save_tensors(tensors, file_of(checkpoint, stage), {"mst": json.dumps(head)})
 
 
 def read(checkpoint: Path) -> dict[str, CompactIndex]:

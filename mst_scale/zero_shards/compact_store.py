@@ -45,13 +45,17 @@ class CompactStore:
         self.replicas = groups_of(engine).replicas
         self.parts = int(engine.sequence_parallel_size)
         self.averages = bool(engine.gradient_average)
-        self.index: list[CompactIndex | None] = [index_of(p) for p in self.parameters]
+        found = [(i, index_of(p)) for i, p in enumerate(self.parameters)]
+        self.indexes: dict[int, CompactIndex] = {i: index for i, index in found if index is not None}
+        """Of compact parameters, by their number."""
         ties = tied_groups(engine)
         self.tied = {i: ties[id(p)] for i, p in enumerate(self.parameters) if id(p) in ties}
         """Of parameters that other stages of a pipeline hold too, the ranks that hold them."""
-        self.slices: list[Shard] = []
-        for name, index, own in zip(parameters, self.index, self.values.slices, strict=True):
-            self.slices.append(own if index is None else self._equal_part(name, index))
+        self.slices: list[Shard] = list(self.values.slices)
+        ranks, rank = self._ranks_and_rank()
+        for i, index in self.indexes.items():
+            each = -(-index.numel // ranks)
+            self.slices[i] = Shard.equal_part(self.slices[i].name, Cut.whole(index.shape), each, rank)
 
     def _ranks_and_rank(self) -> tuple[int, int]:
         """Return the number of ranks over which values are partitioned, and the number of this one among them."""
@@ -59,36 +63,29 @@ class CompactStore:
             return 1, 0
         return ds_comm.get_world_size(self.group), ds_comm.get_rank(self.group)
 
-    def _equal_part(self, name: str, index: CompactIndex) -> Shard:
-        ranks, rank = self._ranks_and_rank()
-        return Shard.equal_part(name, Cut.whole(index.shape), -(-index.numel // ranks), rank)
-
     def device_of(self, i: int) -> torch.device:
         """Return the device of a parameter's master weights."""
         return self.values.device_of(i)
 
     def zero_read(self, i: int, active: Tensor) -> None:
         """Zero inactive weights in what the forward reads; of a compact parameter there are none."""
-        if self.index[i] is None:
+        if i not in self.indexes:
             self.values.zero_read(i, active)
 
     # --- in the coordinates of the matrix ---
 
     def weight(self, i: int) -> Tensor:
         """Return this rank's slice of the matrix, a copy if the parameter is compact (collective)."""
-        return self.values.weight(i) if self.index[i] is None else self.expanded([(i, self.values.weight(i))])[0]
+        own = self.values.weight(i)
+        return self.expanded([(i, own)])[0] if i in self.indexes else own
 
     def stored(self, i: int) -> tuple[Tensor, Tensor] | None:
         """Return this rank's range of the values and their positions in the matrix; None if it is not compact."""
-        if (index := self.index[i]) is None:
+        if (index := self.indexes.get(i)) is None:
             return None
         own, values = self.values.slices[i], self.values.weight(i)
         positions = index.positions[own.start : own.start + own.length].to(values.device)
         return values[: len(positions)], positions
-
-    def live(self, i: int) -> list[Tensor]:
-        """Return this rank's range of the master weights, and of each optimizer state."""
-        return [self.values.weight(i), *self.values.states(i).values()]
 
     def expanded(self, parts: Sequence[tuple[int, Tensor]]) -> list[Tensor]:
         """Return this rank's slices of matrices, given its ranges of their values, by parameter (one collective)."""
@@ -98,7 +95,7 @@ class CompactStore:
         part = self.slices[i]
         positions, first, last = self._in_slice(i, whole.device)
         dense = whole.new_zeros(part.length)
-        assert self._index(i).count == whole.numel()
+        assert self.indexes[i].count == whole.numel()
         return dense.scatter_(0, positions[first:last].long() - part.start, whole[first:last])
 
     def taken(self, parts: Sequence[tuple[int, Tensor]]) -> list[Tensor]:
@@ -116,13 +113,13 @@ class CompactStore:
     def gathered(self, parts: Sequence[tuple[int, Tensor]]) -> list[Tensor]:
         """Return all values of parameters, given this rank's ranges of them, by parameter (one collective)."""
         if self.group is None or not parts:
-            return [values.detach()[: self._index(i).count] for i, values in parts]
+            return [values.detach()[: self.indexes[i].count] for i, values in parts]
         wholes, joined = self._room([(i, values.dtype) for i, values in parts], parts[0][1].device)
         for (i, values), whole in zip(parts, wholes, strict=True):
             own = self.values.slices[i]
             whole[own.start : own.start + own.length] = values.detach()
         self._join(joined)
-        return [whole[: self._index(i).count] for (i, _), whole in zip(parts, wholes, strict=True)]
+        return [whole[: self.indexes[i].count] for (i, _), whole in zip(parts, wholes, strict=True)]
 
     def move(self, parts: Sequence[tuple[int, Tensor]]) -> list[Tensor]:
         """Take new indexes: values and states of weights that stay active move to their place, others start at 0.
@@ -138,7 +135,8 @@ class CompactStore:
         """
         if not parts:
             return []
-        live = [self.live(i) for i, _ in parts]
+        # this rank's ranges of the master weights, and of each optimizer state
+        live = [[self.values.weight(i), *self.values.states(i).values()] for i, _ in parts]
         found = [
             self._places_before(i, positions.to(own[0].device)) for (i, positions), own in zip(parts, live, strict=True)
         ]
@@ -151,7 +149,7 @@ class CompactStore:
                 moved = values[(before - sections[n].mine[0][0]).clamp_(0, max(0, len(values) - 1))]
                 live[n][k][: len(before)] = torch.where(stayed, moved, torch.zeros_like(moved))
         for i, positions in parts:
-            self._index(i).replace(positions)
+            self.indexes[i].replace(positions)
         own_lengths = [self.values.slices[i].length for i, _ in parts]
         return [
             nn.functional.pad(stayed, (0, length - len(stayed)), value=True)
@@ -160,7 +158,7 @@ class CompactStore:
 
     def _places_before(self, i: int, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Return where this rank's range of a new index is in the old one, and flags of what is there."""
-        own, old = self.values.slices[i], self._index(i).positions.to(positions.device)
+        own, old = self.values.slices[i], self.indexes[i].positions.to(positions.device)
         mine = positions[own.start : own.start + own.length].to(old.dtype)
         before = torch.searchsorted(old, mine).clamp_(max=max(0, old.numel() - 1))
         return before, old[before] == mine
@@ -219,17 +217,12 @@ class CompactStore:
 
     def _in_slice(self, i: int, device: torch.device) -> tuple[Tensor, int, int]:
         """Return the index, and the start and end of the part of it in this rank's slice of the matrix."""
-        part, index = self.slices[i], self._index(i)
+        part, index = self.slices[i], self.indexes[i]
         return index.positions.to(device), *index.between(part.start, part.start + part.length)
-
-    def _index(self, i: int) -> CompactIndex:
-        index = self.index[i]
-        assert index is not None, f"{self.slices[i].name} is not compact"
-        return index
 
     def _room(self, parts: Sequence[tuple[int, torch.dtype]], device: torch.device) -> tuple[list[Tensor], Tensor]:
         """Return zeros for all values of each parameter, and the integers that they are views of."""
-        return _zeros([(self._index(i).stored, dtype) for i, dtype in parts], device)
+        return _zeros([(self.indexes[i].stored, dtype) for i, dtype in parts], device)
 
     def _join(self, joined: Tensor) -> None:
         """Combine values, each of which is 0 on all ranks but one: added as integers, so every bit is kept."""

@@ -178,7 +178,7 @@ class Partitioned(DenseStore):
             norm = torch.tensor(total_norm([gradient]), dtype=torch.float64, device=where)
             self.zero.norm_for_param_grads[self.zero.get_param_id(self.parameters[i])] = norm
 
-    def _zero_whole(self, i: int, active: torch.Tensor) -> None:
+    def zero_read(self, i: int, active: torch.Tensor) -> None:
         """Zero the inactive weights of a parameter that every rank holds whole; `active` flags this rank's slice."""
         parameter: Any = self.parameters[i]
         start = self.slices[i].start
@@ -209,9 +209,6 @@ class FlatPartitions(Partitioned):
         if self.offloaded:  # gradients travel to the CPU during the backward pass
             self.zero._wait_for_offload_copies()
         return parameter._hp_mapping.get_lp_grad_fragment(parameter._index_in_param_group).view(-1)
-
-    def zero_read(self, i: int, active: torch.Tensor) -> None:
-        self._zero_whole(i, active)
 
     def _slice(self, name: str, parameter: Any) -> Shard:
         if not parameter.requires_grad:  # whole on every rank, which looks after an equal part of its mask
@@ -263,7 +260,7 @@ class CutParameters(Partitioned):
         parameter: Any = self.parameters[i]
         parameter.ds_tensor.data.view(-1)[: active.numel()].masked_fill_(~active.to(parameter.ds_tensor.device), 0)
         if is_whole(parameter):
-            self._zero_whole(i, active)
+            super().zero_read(i, active)
 
     def _place(self, i: int) -> tuple[torch.Tensor, int]:
         parameter: Any = self.parameters[i]

@@ -46,7 +46,7 @@ def looked_at(engine: Any, world: int) -> dict[str, Any]:
     for i, part in enumerate(store.slices):
         found[f"{part.name} mask"] = sha256(assemble([shards[part.name] for shards in ranks], part.name))
         states = store.states(i)
-        if isinstance(store, zero_shards.CompactStore) and store.index[i] is not None:
+        if isinstance(store, zero_shards.CompactStore) and i in store.indexes:
             states = {key: store.expanded([(i, value)])[0] for key, value in states.items()}
         for key, value in {"weight": store.weight(i), **states}.items():
             whole = torch.zeros(part.numel)

@@ -64,7 +64,7 @@ def looked_at(engine: Any) -> dict[str, Any]:
     store, mine = engine.mst.store, []
     for i, part in enumerate(store.slices):
         states = store.states(i)
-        if isinstance(store, zero_shards.CompactStore) and store.index[i] is not None:
+        if isinstance(store, zero_shards.CompactStore) and i in store.indexes:
             states = {key: store.expanded([(i, value)])[0] for key, value in states.items()}
         for key, value in {"weight": store.weight(i), **states}.items():
             mine.append((f"{part.name} {key}", part.numel, part.start, value.float().clone()))

@@ -226,7 +226,7 @@ def test_rows_with_nothing_to_attend_are_zero(backend: str) -> None:
     assert torch.equal(out[0, 0, :3], torch.zeros(3, 4, dtype=torch.float64))
     assert bool((rows[0][0, 0, :3] == -torch.inf).all())
     assert bool(out.isfinite().all())
-    _, _, dv = module.backward(q, k, v, out, *rows, dout=dout, pattern=Pattern("strided", 8), causal=True, scale=0.5)
+    _, _, dv = module.backward((q, k, v, out, *rows), dout, pattern=Pattern("strided", 8), causal=True, scale=0.5)
     assert torch.equal(dv[0, 0, :3], torch.zeros(3, 4, dtype=torch.float64))
     assert bool(dv.isfinite().all())
 

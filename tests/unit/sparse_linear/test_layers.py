@@ -35,7 +35,7 @@ def sparse(model, names, backend="cpu", sparsity=0.5):
         weight = dict(model.named_parameters())[name]
         active = torch.rand(weight.shape, generator=torch.Generator().manual_seed(1)) >= sparsity
         weight.data.masked_fill_(~active, 0)
-        found.set_mask(name, active, found.choose(name, sparsity))
+        found.set_mask(name, active, dispatch.select_for(found, name, sparsity))
     return found
 
 
@@ -97,7 +97,7 @@ def test_dense_layers_are_left_alone():
     before = model(x)
     found = layers(model, ["weight"])
     assert torch.equal(model(x), before)
-    assert found.choose("weight", 0.0) == "dense"
+    assert dispatch.select_for(found, "weight", 0.0) == "dense"
     untouched = nn.Linear(8, 8)
     layers(untouched, ["weight"], "dense")
     assert "forward" not in vars(untouched)
@@ -142,7 +142,7 @@ def test_what_is_no_linear_layer_stays_dense_and_is_named(caplog):
     model = nn.ModuleDict({"a": nn.Linear(4, 6), "b": Other()})
     with caplog.at_level(logging.INFO, logger="mst_scale"):
         found = layers(model, ["a.weight", "b.weight"])
-    assert list(found.products) == ["a.weight"] and found.choose("b.weight", 0.9) == "dense"
+    assert list(found.products) == ["a.weight"] and dispatch.select_for(found, "b.weight", 0.9) == "dense"
     assert "1 of 2 sparse parameters" in caplog.text and "b.weight" in caplog.text
 
 
