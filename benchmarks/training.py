@@ -21,6 +21,7 @@ import os
 import statistics
 import tempfile
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +54,22 @@ def config(model: dict[str, Any], ranks: int, sequences: int, **blocks: Any) -> 
         "model": model,
         **blocks,
     }
+
+
+def take_step(engine: Any, tokens: torch.Tensor) -> None:
+    """Take one optimizer step on a single micro-batch."""
+    engine.backward(engine(tokens, tokens))
+    engine.step()
+
+
+def write_random_walk(folder: Path, tokens: int, vocabulary: int) -> Path:
+    """Write a corpus of ids that a model can predict after a few steps, unless it is there; return the folder."""
+    if not (folder / "val.bin").exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        walk = (np.cumsum(np.random.default_rng(5).integers(0, 3, tokens)) % vocabulary).astype(np.uint16)
+        walk.tofile(folder / "train.bin")
+        walk[: tokens // 10].tofile(folder / "val.bin")
+    return folder
 
 
 def loop(ranks: Any, rounds: int) -> Row:
@@ -112,11 +129,7 @@ def masked(ranks: Any, rounds: int) -> list[Row]:
     tokens = torch.randint(50257, (1, 1024), generator=generator)
 
     def step(which: Any) -> Callable[[], None]:
-        def one() -> None:
-            which.backward(which(tokens, tokens))
-            which.step()
-
-        return one
+        return partial(take_step, which, tokens)
 
     ordinary = in_rounds([step(sparse), step(dense)], rounds)
     rows = [row("masking", "the same DeepSpeed run without MST", ordinary[0], ordinary[1])]

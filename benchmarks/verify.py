@@ -30,8 +30,8 @@ from mst_scale.comm.parser import at_least
 from .local_ranks import run_on
 from .machine import machine
 from .page import Row, aside, command_line, grid, parse, tell, with_range
-from .timing import middle_half
-from .training import MASKED_MODEL, config
+from .timing import longest, middle_half
+from .training import MASKED_MODEL, config, take_step
 
 MODEL = {**MASKED_MODEL, "n_layer": 1}
 ASKED = 0.02
@@ -61,11 +61,9 @@ def measure(method: str, stage: int, tokens_per_step: int, rounds: int, threads:
     for _ in range(len(KINDS) * (rounds + 1)):
         ranks.any(False)
         began = time.process_time()
-        engine.backward(engine(tokens, tokens))
-        engine.step()
-        seconds = torch.tensor(time.process_time() - began, dtype=torch.float64)
-        torch.distributed.all_reduce(seconds, op=torch.distributed.ReduceOp.MAX, group=ranks.control)
-        times[KINDS[engine.global_steps % len(KINDS)]].append(float(seconds))
+        take_step(engine, tokens)
+        seconds = longest(time.process_time() - began, ranks.control)
+        times[KINDS[engine.global_steps % len(KINDS)]].append(seconds)
     middle = {kind: 1e3 * statistics.median(values[1:]) for kind, values in times.items()}
     spread = {kind: [round(1e3 * q) for q in middle_half(values[1:])] for kind, values in times.items()}
     kept = sum(v.tensor.numel() * v.tensor.element_size() for v in zero_shards.held_values(engine))

@@ -18,7 +18,7 @@ from .. import linear_cuda, step_cuda
 from .. import memory as measured
 from ..page import aside
 from ..timing import in_rounds, seconds_of
-from .part import TORCH_ADAM, Case, Row, Where
+from .part import Case, Row, Where
 
 # --- a whole step ---
 
@@ -232,6 +232,7 @@ def _optimizer(where: Where, weights: int) -> Row:
 
 # --- the memory of real runs, against the prediction of `mst plan` ---
 
+TORCH_ADAM = "optimizer.params.torch_adam=true"  # DeepSpeed's fused kernel would be compiled first
 PLAIN = ["data_types={}"]  # accumulation in fp32 does not go with bf16 at stage 1
 TINY = ["model.n_layer=1", "model.n_embd=32", "model.n_head=2", "model.seq_length=32", "model.vocab_size=64"]
 

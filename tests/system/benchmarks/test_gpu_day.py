@@ -36,7 +36,7 @@ os.environ.update(where.environment())
 for name in PARTS:
     if name != "training":
         for number in range(gpu_day.processes(PARTS[name])):
-            assert gpu_day.measure(PARTS[name], where, 600.0, number) == 0, name
+            assert gpu_day.measure(PARTS[name], where, number) == 0, name
 """
 
 FAKE = """
