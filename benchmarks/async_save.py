@@ -29,7 +29,7 @@ from .local_ranks import run_on
 from .machine import machine
 from .page import Row, aside, command_line, grid, parse, tell, with_range
 from .timing import longest, middle_half, seconds_of
-from .training import MASKED_MODEL, config, take_step
+from .training import MASKED_MODEL, build_engine, take_step
 
 MODEL = {**MASKED_MODEL, "n_layer": 1}
 ASKED = 0.10
@@ -37,20 +37,14 @@ ASKED = 0.10
 
 def measure(stage: int, rounds: int, threads: int) -> Row:
     """Measure one ZeRO stage on the ranks that call this."""
-    import mst_scale
     from mst_scale import comm
     from mst_scale.checkpoints import finding, store
     from mst_scale.checkpoints.background import BackgroundSaves
-    from mst_scale.config import ModelConfig
-    from mst_scale.models.gpt import GPT
 
     ranks = comm.init()
     torch.set_num_threads(max(1, threads // ranks.world_size))
     mst = {"method": "sparse", "sparsity": {"max": 0.96}, "attention": {"pattern": "dense"}}
-    zero = {"stage": stage}
-    raw = config(MODEL, ranks.world_size, 1, training={"steps": 10**6}, mst=mst, zero_optimization=zero)
-    torch.manual_seed(1)
-    engine = mst_scale.initialize(model=GPT(ModelConfig(**MODEL)), config=raw)[0]
+    engine = build_engine(MODEL, ranks.world_size, mst=mst, zero_optimization={"stage": stage})
     tokens = torch.randint(50257, (1, 1024), generator=torch.Generator().manual_seed(1))
     folder = Path(ranks.on_first(lambda: tempfile.mkdtemp(prefix="mst-bench-", dir=".")))
     saves, number = BackgroundSaves(ranks), 0

@@ -57,7 +57,11 @@ def run(rounds: int) -> list[Row]:
         observer.spent = 0.0  # so that none is left out
         observer._show(0)
 
-    sides: dict[str, Run] = {"step": partial(take_step, engine, tokens), "look": look, "snapshot": lambda: observer._keep(1)}
+    sides: dict[str, Run] = {
+        "step": partial(take_step, engine, tokens),
+        "look": look,
+        "snapshot": lambda: observer._keep(1),
+    }
     times = dict(zip(sides, in_rounds(list(sides.values()), rounds), strict=True))
     middle = {name: 1e3 * statistics.median(values) for name, values in times.items()}
     spread = {name: [round(1e3 * q, 1) for q in middle_half(values)] for name, values in times.items()}

@@ -56,6 +56,17 @@ def config(model: dict[str, Any], ranks: int, sequences: int, **blocks: Any) -> 
     }
 
 
+def build_engine(model: dict[str, Any], ranks: int, **blocks: Any) -> Any:
+    """Return an engine that trains a model on one sequence per rank and step."""
+    import mst_scale
+    from mst_scale.config import ModelConfig
+    from mst_scale.models.gpt import GPT
+
+    torch.manual_seed(0)
+    raw = config(model, ranks, 1, training={"steps": 10**6}, **blocks)
+    return mst_scale.initialize(model=GPT(ModelConfig(**model)), config=raw)[0]
+
+
 def take_step(engine: Any, tokens: torch.Tensor) -> None:
     """Take one optimizer step on a single micro-batch."""
     engine.backward(engine(tokens, tokens))
@@ -105,11 +116,6 @@ def loop(ranks: Any, rounds: int) -> Row:
 
 def masked(ranks: Any, rounds: int) -> list[Row]:
     """Compare steps with and without masks, topology steps and drift checks."""
-    import mst_scale
-    from mst_scale.config import ModelConfig
-    from mst_scale.models.gpt import GPT
-
-    shape = ModelConfig(**MASKED_MODEL)
     # ultra-sparse from the first step on; attention dense on both sides, to see the masks alone
     mst = {
         "method": "sparse",
@@ -119,12 +125,7 @@ def masked(ranks: Any, rounds: int) -> list[Row]:
         "compute": {"backend": "dense"},
     }
 
-    def engine(**blocks: Any) -> Any:
-        torch.manual_seed(0)
-        raw = config(MASKED_MODEL, ranks.world_size, 1, training={"steps": 10**6}, **blocks)
-        return mst_scale.initialize(model=GPT(shape), config=raw)[0]
-
-    sparse, dense = engine(mst=mst), engine()
+    sparse, dense = (build_engine(MASKED_MODEL, ranks.world_size, **blocks) for blocks in ({"mst": mst}, {}))
     generator = torch.Generator().manual_seed(ranks.rank)
     tokens = torch.randint(50257, (1, 1024), generator=generator)
 

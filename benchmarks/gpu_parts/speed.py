@@ -17,6 +17,7 @@ from .. import attention as attention_bench
 from .. import linear_cuda, step_cuda
 from .. import memory as measured
 from ..page import aside
+from ..step_sides import engine_of
 from ..timing import in_rounds, seconds_of
 from .part import Case, Row, Where
 
@@ -273,14 +274,10 @@ def peak(where: Where, config: str, settings: list[str]) -> Row:
 
 
 def _two_steps(experiment: Any, micro: int) -> None:
-    import mst_scale
-    from mst_scale import comm, zero_shards
-    from mst_scale.models import build
+    from mst_scale import comm
 
     comm.init()
-    with zero_shards.partitioned_construction(experiment.deepspeed):
-        model = build(experiment.model)
-    engine: Any = mst_scale.initialize(model=model, config=experiment)[0]
+    engine = engine_of(experiment)
     for _ in range(2):
         shape = (micro, experiment.model.seq_length + 1)
         tokens = torch.randint(experiment.model.vocab_size, shape, device=engine.device)

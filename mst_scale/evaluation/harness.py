@@ -27,7 +27,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from mst_scale.comm import Ranks
 from mst_scale.errors import DivergedError, UserError
@@ -96,10 +95,7 @@ class Scorer:
             scores = self._forward([work[i] for i in batches[turn]])
             if start + rank < len(batches):
                 mine.update(zip(batches[turn], scores, strict=True))
-        shares: list[dict[int, Score]] = [mine]
-        if self.ranks is not None and world > 1:
-            shares = [{} for _ in range(world)]
-            dist.all_gather_object(shares, mine, group=self.ranks.control)
+        shares = [mine] if self.ranks is None else self.ranks.all(mine)
         found = {i: score for share in shares for i, score in share.items()}
         if any(math.isnan(score.log) for score in found.values()):  # on all ranks
             raise DivergedError("the model computes NaN instead of logits: take a checkpoint from before it diverged")
