@@ -35,6 +35,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 
 from mst_scale.comm.parser import Parser, at_least
@@ -151,13 +152,8 @@ def _save(engine: Any) -> tuple[float, int]:
 
 def _interface_bytes() -> int:
     """Return the bytes that all interfaces of this network namespace but the loopback have sent and received."""
-    total = 0
-    for line in Path("/proc/net/dev").read_text().splitlines()[2:]:
-        name, _, counts = line.partition(":")
-        if name.strip() != "lo":
-            received, sent = (int(counts.split()[i]) for i in (0, 8))
-            total += received + sent
-    return total
+    counts = psutil.net_io_counters(pernic=True, nowrap=False)
+    return sum(count.bytes_recv + count.bytes_sent for name, count in counts.items() if name != "lo")
 
 
 def rank(argv: Sequence[str]) -> int:

@@ -52,8 +52,7 @@ from mst_scale.errors import UserError
 from mst_scale.run_logging.progress import clock as minutes_and_seconds
 
 from .gpu_parts import GROUPS, PARTS, Part, Where
-from .gpu_parts.book import Book, said
-from .gpu_parts.page import page
+from .gpu_parts.book import Book, page, said
 
 AGAIN = 75  # a part's process asks for a fresh one: the GPU's context is lost
 LEAST_SECONDS = 20.0  # a part with less is not begun

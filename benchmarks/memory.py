@@ -5,6 +5,7 @@ On CUDA these are the bytes allocated, on a CPU the resident set (only on Linux;
 
 from __future__ import annotations
 
+import multiprocessing
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
@@ -61,6 +62,15 @@ def peak_of(run: Callable[[], object], device: str) -> int | None:
     run()
     peak = torch.cuda.max_memory_allocated() if device == "cuda" else _resident("VmHWM")
     return None if peak is None or before is None else peak - before
+
+
+def apart(measure: Callable[..., T], *arguments: Any, device: str) -> T:
+    """Return `measure(*arguments)`, on a CPU that of a new process, which holds nothing else."""
+    if device == "cuda":
+        torch.cuda.empty_cache()
+        return measure(*arguments)
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        return pool.apply(measure, arguments)
 
 
 def _resident(key: str) -> int | None:

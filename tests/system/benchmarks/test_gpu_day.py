@@ -12,8 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from mst_scale.benchmarks.gpu_parts import GROUPS, PARTS, correctness, speed
-from mst_scale.benchmarks.gpu_parts.book import Book
-from mst_scale.benchmarks.gpu_parts.page import page
+from mst_scale.benchmarks.gpu_parts.book import Book, page
 from mst_scale.benchmarks.gpu_parts.part import Where
 
 from mst_scale.benchmarks import attention, gpu_day
@@ -42,7 +41,7 @@ for name in PARTS:
 FAKE = """
 import os, signal, sys, time
 from mst_scale.benchmarks import gpu_day
-from mst_scale.benchmarks.gpu_parts.page import page
+from mst_scale.benchmarks.gpu_parts.book import page
 from mst_scale.benchmarks.gpu_parts.part import Case, Part
 
 HERE = __file__
