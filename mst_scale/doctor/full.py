@@ -254,8 +254,7 @@ def check_training(ranks: Ranks, stage: int) -> list[Finding]:
     digests: list[Any] = everyone.all(list(engine.mst.state.digests))
     finite = all(everyone.all(all(map(math.isfinite, losses))))
     changed, sparsity = bool(engine.mst.changed_at), float(engine.mst.sparsity)
-    if hasattr(engine, "destroy"):
-        engine.destroy()
+    engine.destroy()
     fix = "MST_TRACEBACK=1 mst doctor shows where; the findings above may say why"
     if not finite:
         return [wrong(name, f"the loss is not finite: {losses}", fix)]
