@@ -18,7 +18,6 @@ import os
 import shutil
 import statistics
 import tempfile
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -29,8 +28,8 @@ from mst_scale.comm.parser import at_least
 from .local_ranks import run_on
 from .machine import machine
 from .page import Row, aside, command_line, grid, parse, tell, with_range
-from .timing import middle_half
-from .training import MASKED_MODEL, config
+from .timing import longest, middle_half, seconds_of
+from .training import MASKED_MODEL, build_engine, take_step
 
 MODEL = {**MASKED_MODEL, "n_layer": 1}
 ASKED = 0.10
@@ -38,35 +37,21 @@ ASKED = 0.10
 
 def measure(stage: int, rounds: int, threads: int) -> Row:
     """Measure one ZeRO stage on the ranks that call this."""
-    import mst_scale
     from mst_scale import comm
     from mst_scale.checkpoints import finding, store
     from mst_scale.checkpoints.background import BackgroundSaves
-    from mst_scale.config import ModelConfig
-    from mst_scale.models.gpt import GPT
 
     ranks = comm.init()
     torch.set_num_threads(max(1, threads // ranks.world_size))
     mst = {"method": "sparse", "sparsity": {"max": 0.96}, "attention": {"pattern": "dense"}}
-    raw = config(MODEL, ranks.world_size, 1, training={"steps": 10**6}, mst=mst)
-    raw["zero_optimization"] = {"stage": stage}
-    torch.manual_seed(1)
-    engine = mst_scale.initialize(model=GPT(ModelConfig(**MODEL)), config=raw)[0]
+    engine = build_engine(MODEL, ranks.world_size, mst=mst, zero_optimization={"stage": stage})
     tokens = torch.randint(50257, (1, 1024), generator=torch.Generator().manual_seed(1))
     folder = Path(ranks.on_first(lambda: tempfile.mkdtemp(prefix="mst-bench-", dir=".")))
     saves, number = BackgroundSaves(ranks), 0
 
     def slowest(run: Callable[[], object]) -> float:
         ranks.any(False)
-        began = time.monotonic()
-        run()
-        seconds = torch.tensor(time.monotonic() - began, dtype=torch.float64)
-        torch.distributed.all_reduce(seconds, op=torch.distributed.ReduceOp.MAX, group=ranks.control)
-        return float(seconds)
-
-    def step() -> None:
-        engine.backward(engine(tokens, tokens))
-        engine.step()
+        return longest(seconds_of(run), ranks.control)
 
     about = {"batch": ranks.world_size, "micro": 1, "optimizer": None, "sizes": comm.ParallelDims()}
 
@@ -85,7 +70,7 @@ def measure(stage: int, rounds: int, threads: int) -> Row:
         for _ in range(rounds + 1):
             for name, run in (("blocking", blocking), ("ours", start)):
                 number += 1
-                times["step"].append(slowest(step))
+                times["step"].append(slowest(lambda: take_step(engine, tokens)))
                 times[name].append(slowest(run))
             times["written"].append(times["ours"][-1] + slowest(saves.finish))
         written = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import functools
 import importlib
-import multiprocessing
 import os
 import statistics
 from collections.abc import Callable, Sequence
@@ -255,20 +254,13 @@ def scaling(dtype: str, lengths: Sequence[int], seconds: float, backend: str = "
 
 def peak_memory(dtype: str, length: int, device: str) -> Row:
     """Peak memory of a forward + backward in MiB, each in a process of its own on CPU."""
-    peaks = {}
-    for name in ("ours", "flash"):
-        if device == "cuda":
-            peaks[name] = _peak_cuda(name, dtype, length)
-        else:
-            context = multiprocessing.get_context("spawn")
-            with context.Pool(1) as pool:
-                peaks[name] = pool.apply(_peak_cpu, (name, dtype, length))
+    ours, theirs = (memory.apart(_peak, name, dtype, length, device, device=device) for name in ("ours", "flash"))
     return {
         **_case("peak memory", dtype, length, device),
         **unmeasured(SDPA, "memory, not time"),
-        "ours_mib": round(peaks["ours"], 1),
-        "baseline_mib": round(peaks["flash"], 1),
-        "memory_ratio": round(peaks["ours"] / peaks["flash"], 3),
+        "ours_mib": round(ours, 1),
+        "baseline_mib": round(theirs, 1),
+        "memory_ratio": round(ours / theirs, 3),
         "memory_asked": 1.2,
     }
 
@@ -277,17 +269,10 @@ def _step(name: str, dtype: str, length: int, device: str) -> None:
     both_ways(ours if name == "ours" else flash, *tensors(dtype, length, device))()
 
 
-def _peak_cpu(name: str, dtype: str, length: int) -> float:
-    _step(name, dtype, 512, "cpu")  # libraries, thread pools and the compiled kernel are there before
-    return _mib(memory.peak_of(lambda: _step(name, dtype, length, "cpu"), "cpu"))
-
-
-def _peak_cuda(name: str, dtype: str, length: int) -> float:
-    torch.cuda.empty_cache()
-    return _mib(memory.peak_of(lambda: _step(name, dtype, length, "cuda"), "cuda"))
-
-
-def _mib(count: int | None) -> float:
+def _peak(name: str, dtype: str, length: int, device: str) -> float:
+    if device == "cpu":
+        _step(name, dtype, 512, device)  # libraries, thread pools and the compiled kernel are there before
+    count = memory.peak_of(lambda: _step(name, dtype, length, device), device)
     if count is None:
         raise UserError("the peak of this process's memory cannot be read here: it takes Linux")
     return count / 2**20

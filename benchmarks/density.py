@@ -35,6 +35,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 
 from mst_scale.comm.parser import Parser, at_least
@@ -44,6 +45,7 @@ from . import memory
 from .machine import machine
 from .page import Row, aside, command_line, grid, parse, tell, with_range
 from .timing import seconds_of, versus
+from .training import take_step
 
 SIDES = ("dense", "masked", "compact")
 ADDRESSES = ("10.213.7.1", "10.213.7.2")
@@ -93,7 +95,7 @@ def measure(stage: int, options: argparse.Namespace) -> dict[str, Row]:
     def build(side: str) -> Any:
         torch.manual_seed(0)
         engine = mst_scale.initialize(model=GPT(shape), config=config(side, stage, options))[0]
-        _step(engine, tokens)
+        take_step(engine, tokens)
         return engine
 
     for side in SIDES:
@@ -104,7 +106,7 @@ def measure(stage: int, options: argparse.Namespace) -> dict[str, Row]:
         for side, engine in engines.items():
             torch.distributed.barrier()
             sent = _interface_bytes()
-            found[side]["step_ms"].append(1e3 * seconds_of(partial(_step, engine, tokens)))
+            found[side]["step_ms"].append(1e3 * seconds_of(partial(take_step, engine, tokens)))
             torch.distributed.barrier()
             found[side]["wire"].append(_interface_bytes() - sent)
     for _ in range(options.steps):
@@ -118,11 +120,6 @@ def measure(stage: int, options: argparse.Namespace) -> dict[str, Row]:
         engine.step()
         found[side]["save_s"], found[side]["saved"] = _save(engine)
     return found
-
-
-def _step(engine: Any, tokens: torch.Tensor) -> None:
-    engine.backward(engine(tokens, tokens))
-    engine.step()
 
 
 def _optimizer_ms(engine: Any, tokens: torch.Tensor) -> tuple[float, int]:
@@ -155,13 +152,8 @@ def _save(engine: Any) -> tuple[float, int]:
 
 def _interface_bytes() -> int:
     """Return the bytes that all interfaces of this network namespace but the loopback have sent and received."""
-    total = 0
-    for line in Path("/proc/net/dev").read_text().splitlines()[2:]:
-        name, _, counts = line.partition(":")
-        if name.strip() != "lo":
-            received, sent = (int(counts.split()[i]) for i in (0, 8))
-            total += received + sent
-    return total
+    counts = psutil.net_io_counters(pernic=True, nowrap=False)
+    return sum(count.bytes_recv + count.bytes_sent for name, count in counts.items() if name != "lo")
 
 
 def rank(argv: Sequence[str]) -> int:

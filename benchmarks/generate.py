@@ -41,10 +41,11 @@ from mst_scale.config import MODELS, ModelConfig
 from mst_scale.errors import UserError
 from mst_scale.generation import sparse_matrix
 from mst_scale.generation.decoder import Decoder, load_decoder
+from mst_scale.generation.generate import TYPES
 from mst_scale.generation.sparse_matrix import DenseMatrix, Matrix, SparseMatrix
 from mst_scale.hybrid_sparse_attention import Pattern
 from mst_scale.mixed_growing import packed_bits
-from mst_scale.models import GPT
+from mst_scale.models import shapes_of
 
 from .machine import machine
 from .page import Row, command_line, grid, parse, tell, unmeasured, with_range
@@ -55,7 +56,6 @@ SPARSITIES = (0.8, 0.96)
 ASKED = {0.8: 2.5, 0.96: 6.0}  # times the tokens per second of the dense model, in a batch of 1
 EAGER, COMPILED, THEIRS = "dense, eager", "dense, torch.compile", "transformers, generate"
 SIZES = {"small": "gpt2", "medium": "gpt2-medium"}
-TYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 Step = Callable[[], object]
 Clock = Callable[[], float]
 
@@ -75,12 +75,10 @@ def narrower(config: ModelConfig, weights: float) -> ModelConfig:
 
 def build(config: ModelConfig, sparsity: float, dtype: torch.dtype) -> Decoder:
     """Return a model with random weights, sparse or (at 0) dense; zeros and values are drawn matrix by matrix."""
-    with torch.device("meta"):
-        shapes = {name: tuple(p.shape) for name, p in GPT(config).named_parameters()}
     generator = torch.Generator().manual_seed(0)
     matrices: dict[str, Matrix] = {}
     vectors: dict[str, torch.Tensor] = {}
-    for name, shape in shapes.items():
+    for name, shape in shapes_of(config).items():
         if len(shape) == 1:
             vectors[name] = torch.ones(shape)
         elif sparsity == 0 or name == "wpe.weight":
@@ -304,12 +302,10 @@ def child(folder: str) -> None:
 
 def write_model(path: Path, config: ModelConfig, sparsity: float, dtype: torch.dtype) -> None:
     """Write a compact file with random weights of which `sparsity` are zeros, but for the position embedding."""
-    with torch.device("meta"):
-        shapes = {name: tuple(p.shape) for name, p in GPT(config).named_parameters()}
     generator = torch.Generator().manual_seed(0)
 
     def tensors() -> Iterator[tuple[str, torch.Tensor, None]]:
-        for name, shape in shapes.items():
+        for name, shape in shapes_of(config).items():
             tensor = 0.02 * torch.randn(shape, generator=generator)
             if len(shape) == 2 and name != "wpe.weight":
                 tensor[torch.rand(shape, generator=generator) < sparsity] = 0

@@ -56,6 +56,7 @@ from .goodput_parts import segment
 from .goodput_parts.segment import FAULTS, SIDES, Setting
 from .machine import machine
 from .page import Row, command_line, grid, parse, picture, tell, with_range
+from .training import write_random_walk
 
 if TYPE_CHECKING:
     from mst_scale.report.style import Plot
@@ -74,12 +75,7 @@ BASELINE = "plain DeepSpeed with torchrun"
 
 def config(folder: Path) -> dict[str, Any]:
     """Return the experiment of both sides, and write its corpus."""
-    corpus = folder / "corpus"
-    if not corpus.exists():
-        corpus.mkdir(parents=True)
-        walk = np.cumsum(np.random.default_rng(5).integers(0, 3, TOKENS)) % MODEL["vocab_size"]
-        for name, part in (("train", walk), ("val", walk[: TOKENS // 10])):
-            part.astype(np.uint16).tofile(corpus / f"{name}.bin")
+    corpus = write_random_walk(folder / "corpus", TOKENS, MODEL["vocab_size"])
     return {
         "train_batch_size": MICRO * segment.RANKS,
         "train_micro_batch_size_per_gpu": MICRO,

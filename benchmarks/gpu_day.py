@@ -52,8 +52,7 @@ from mst_scale.errors import UserError
 from mst_scale.run_logging.progress import clock as minutes_and_seconds
 
 from .gpu_parts import GROUPS, PARTS, Part, Where
-from .gpu_parts.book import Book, said
-from .gpu_parts.page import page
+from .gpu_parts.book import Book, page, said
 
 AGAIN = 75  # a part's process asks for a fresh one: the GPU's context is lost
 LEAST_SECONDS = 20.0  # a part with less is not begun
@@ -64,7 +63,7 @@ COMMAND = (sys.executable, "-m", "mst_scale.benchmarks.gpu_day")
 
 def parser() -> argparse.ArgumentParser:
     """Return the command line."""
-    found = Parser(prog="mst bench gpu_day", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    found = Parser(prog="mst bench gpu_day", description=__doc__)
     option = found.add_argument
     option("--group", choices=list(GROUPS), help="the parts of one command (default: all groups)")
     option("--minutes", type=at_least(0.1), metavar="M", help="time limit (default: what the chosen groups have)")
@@ -75,7 +74,6 @@ def parser() -> argparse.ArgumentParser:
     option("--json", action="store_true", help="print the results as one JSON object")
     option("--part", choices=list(PARTS), help=argparse.SUPPRESS)  # of a child
     option("--process", type=int, default=0, help=argparse.SUPPRESS)
-    option("--seconds", type=float, help=argparse.SUPPRESS)
     return found
 
 
@@ -86,9 +84,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     work = options.work or options.out.with_name(options.out.name + ".work")
     where = Where(options.tiny, options.out, work)
     if options.part:
-        return measure(PARTS[options.part], where, options.seconds, options.process)
+        return measure(PARTS[options.part], where, options.process)
     if not options.tiny:
-        refuse_without_gpu()
+        import torch
+
+        if not torch.cuda.is_available():
+            raise UserError("there is no CUDA device here: --tiny runs the parts on the CPU, to see that they run")
     validate_folder("--out", options.out)
     book = Book(options.out)
     book.begin(where.machine())
@@ -107,20 +108,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return int(bool(book.bad))
 
 
-def refuse_without_gpu() -> None:
-    """Raise UserError if there is no CUDA device."""
-    import torch
-
-    if not torch.cuda.is_available():
-        raise UserError("there is no CUDA device here: --tiny runs the parts on the CPU, to see that they run")
-
-
 # --- a part's own process ---
 
 
-def measure(part: Part, where: Where, seconds: float, process: int = 0) -> int:
+def measure(part: Part, where: Where, process: int = 0) -> int:
     """Every case of a part that is not in the book and is this process's; the parent watches the time."""
-    where = where.until(time.monotonic() + seconds)
     if where.device == "cuda":
         import torch
 
@@ -221,7 +213,6 @@ class Day:
     def _process(self, part: Part, number: int, end: float) -> int:
         """A process over the cases that are left; killed when a case takes too long or the time is over."""
         words = [*self.given, "--part", part.name, "--process", str(number)]
-        words += ["--seconds", f"{end - self.clock():.0f}"]
         self.where.work.mkdir(parents=True, exist_ok=True)
         book, since, latest = Book(self.out), self.clock(), ""
         with self._log(part, number).open("a") as log:

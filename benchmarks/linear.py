@@ -129,13 +129,9 @@ def compare(dtype: str, shape: tuple[int, int], sparsities: Sequence[float], sec
     rows += [row_of(layer, s, times[VALUES, s], EXPANDED, times[EXPANDED, s], VALUES) for s in sparsities[:1]]
     medians = {s: statistics.median(times) for s, times in ours.items()}
     crossed = crossover(medians, statistics.median(dense))
-    return [*rows, {**rows[0], **_crossover_row(crossed, min(sparsities))}]
-
-
-def _crossover_row(crossed: float | None, least: float) -> Row:
+    why = f"below {min(sparsities):.0%}, the least measured" if crossed is None else f"faster from {crossed:.0%} on"
     nothing: Row = {"ours_ms": None, "ours_range": None, "baseline_ms": None, "speedup": None, "asked": None}
-    why = f"below {least:.0%}, the least measured" if crossed is None else f"faster from {crossed:.0%} on"
-    return {**nothing, "what": "crossover", "sparsity": crossed, "why": why}
+    return [*rows, {**rows[0], **nothing, "what": "crossover", "sparsity": crossed, "why": why}]
 
 
 def tune(dtypes: Sequence[str], seconds: float) -> list[Row]:

@@ -26,8 +26,8 @@ from mst_scale.comm.parser import at_least
 
 from .machine import machine
 from .page import Row, aside, command_line, grid, parse, tell, with_range
-from .timing import in_rounds, middle_half
-from .training import MASKED_MODEL, config
+from .timing import Run, in_rounds, middle_half
+from .training import MASKED_MODEL, config, take_step
 
 ASKED = 0.01
 EVERY, PHASE = 500, 10_000
@@ -53,15 +53,15 @@ def run(rounds: int) -> list[Row]:
     observer = Observer(engine, experiment, folder, ranks, step=1, choose_targets=targets)
     tokens = torch.randint(50257, (1, 1024), generator=torch.Generator().manual_seed(1))
 
-    def step() -> None:
-        engine.backward(engine(tokens, tokens))
-        engine.step()
-
     def look() -> None:
         observer.spent = 0.0  # so that none is left out
         observer._show(0)
 
-    sides = {"step": step, "look": look, "snapshot": lambda: observer._keep(1)}
+    sides: dict[str, Run] = {
+        "step": partial(take_step, engine, tokens),
+        "look": look,
+        "snapshot": lambda: observer._keep(1),
+    }
     times = dict(zip(sides, in_rounds(list(sides.values()), rounds), strict=True))
     middle = {name: 1e3 * statistics.median(values) for name, values in times.items()}
     spread = {name: [round(1e3 * q, 1) for q in middle_half(values)] for name, values in times.items()}

@@ -14,7 +14,6 @@ resident set of a new process on CPU, allocated bytes on CUDA. Embeddings, head 
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 from collections.abc import Sequence
 from typing import Any
@@ -69,21 +68,13 @@ def compare(dtype: str, length: int, device: str, seconds: float, pattern: Patte
     row["ours_tokens_per_s"] = round(1e3 * length / row["ours_ms"])
     row["baseline_tokens_per_s"] = round(1e3 * length / row["baseline_ms"])
     for side, which in (("ours", pattern), ("baseline", DENSE)):
-        peak = peak_memory(which, dtype, length, device)
+        peak = memory.apart(_peak, which, dtype, length, device, torch.get_num_threads(), device=device)
         row[f"{side}_mib"] = None if peak is None else round(peak / 2**20)
     return row
 
 
-def peak_memory(pattern: Pattern, dtype: str, length: int, device: str) -> int | None:
-    """Return the peak memory of one forward and backward pass, in bytes."""
-    if device == "cuda":
-        torch.cuda.empty_cache()
-        return _peak(pattern, dtype, length, device, torch.get_num_threads())
-    with multiprocessing.get_context("spawn").Pool(1) as pool:
-        return pool.apply(_peak, (pattern, dtype, length, device, torch.get_num_threads()))
-
-
 def _peak(pattern: Pattern, dtype: str, length: int, device: str, threads: int) -> int | None:
+    """Return the peak memory of one forward and backward pass, in bytes."""
     torch.set_num_threads(threads)
     step_of(pattern, dtype, 512, device)()  # libraries, thread pools and the compiled kernel are there before
     run = step_of(pattern, dtype, length, device)

@@ -5,7 +5,7 @@ On CUDA these are the bytes allocated, on a CPU the resident set (only on Linux;
 
 from __future__ import annotations
 
-import os
+import multiprocessing
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 import torch
 
 from mst_scale.heap import give_back
+from mst_scale.run_logging.record import restart_peak_memory
 
 T = TypeVar("T")
 
@@ -57,13 +58,19 @@ def peak_of(run: Callable[[], object], device: str) -> int | None:
     """The most memory that `run` takes beyond what is held before, which has no garbage that `run` could free."""
     give_back()
     before = held(device)
-    if device == "cuda":
-        torch.cuda.reset_peak_memory_stats()
-    elif os.access("/proc/self/clear_refs", os.W_OK):
-        Path("/proc/self/clear_refs").write_text("5")  # Linux: resets the peak of the resident set
+    restart_peak_memory()
     run()
     peak = torch.cuda.max_memory_allocated() if device == "cuda" else _resident("VmHWM")
     return None if peak is None or before is None else peak - before
+
+
+def apart(measure: Callable[..., T], *arguments: Any, device: str) -> T:
+    """Return `measure(*arguments)`, on a CPU that of a new process, which holds nothing else."""
+    if device == "cuda":
+        torch.cuda.empty_cache()
+        return measure(*arguments)
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        return pool.apply(measure, arguments)
 
 
 def _resident(key: str) -> int | None:

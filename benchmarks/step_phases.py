@@ -18,7 +18,7 @@ from . import memory
 from .machine import machine, peak_flops
 from .page import Row
 from .step_sides import Pair, Side
-from .timing import Run, in_rounds, middle_half, seconds_of
+from .timing import Run, in_rounds, longest, middle_half, seconds_of
 
 PARTS = ("forward", "backward", "communication", "optimizer", "masking")
 INSTRUMENTED = 3  # steps
@@ -165,9 +165,7 @@ class Bench:
         """The seconds of the slowest rank."""
         prepare()
         dist.barrier()
-        found = torch.tensor(seconds_of(run, self.device), dtype=torch.float64)
-        dist.all_reduce(found, op=dist.ReduceOp.MAX, group=self.ranks.control)
-        return float(found)
+        return longest(seconds_of(run, self.device), self.ranks.control)
 
     def _parts(self, side: Side, prepare: Callable[[], None]) -> tuple[dict[str, float], list[Row]]:
         from .stopwatch import Stopwatch

@@ -52,6 +52,18 @@ class Side:
             self.engine.step()
 
 
+def engine_of(experiment: Experiment) -> Any:
+    """Return the engine of an experiment, with weights drawn from a fixed seed."""
+    import mst_scale
+    from mst_scale import zero_shards
+    from mst_scale.models import build
+
+    torch.manual_seed(0)
+    with zero_shards.partitioned_construction(experiment.deepspeed):
+        model = build(experiment.model)
+    return mst_scale.initialize(model=model, config=experiment)[0]
+
+
 class Pair:
     """Both sides on this rank."""
 
@@ -99,15 +111,9 @@ class Pair:
 
     def _built(self, experiment: Experiment, left: Any = None) -> Side:
         """Build an engine, which continues from the handover `left` if there is one, and take its first step."""
-        import mst_scale
-        from mst_scale import zero_shards
-        from mst_scale.models import build
 
         def first_step() -> Side:
-            torch.manual_seed(0)
-            with zero_shards.partitioned_construction(experiment.deepspeed):
-                model = build(experiment.model)
-            engine = mst_scale.initialize(model=model, config=experiment)[0]
+            engine = engine_of(experiment)
             if left is not None:
                 left.give(engine)
             tokens, targets = self._random_tokens()

@@ -46,7 +46,7 @@ from .studies.runner import Runner, Stopped
 
 def parser() -> argparse.ArgumentParser:
     """The command line of `mst bench study`."""
-    found = Parser(prog="mst bench study", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    found = Parser(prog="mst bench study", description=__doc__)
     option = found.add_argument
     option("name", metavar="NAME", help="a plan: benchmarks/studies/NAME.json")
     option("--out", type=Path, metavar="DIR", help="folder of the runs (default: runs/study-NAME)")

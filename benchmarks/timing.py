@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 Row = dict[str, Any]
 Run = Callable[[], object]
@@ -30,6 +31,13 @@ def seconds_of(run: Run, device: torch.device = CPU) -> float:
     run()
     wait_for(device)
     return time.perf_counter() - start
+
+
+def longest(seconds: float, group: dist.ProcessGroup | None = None) -> float:
+    """Return the seconds of the slowest rank of a group; all of its ranks call this."""
+    found = torch.tensor(seconds, dtype=torch.float64)
+    dist.all_reduce(found, op=dist.ReduceOp.MAX, group=group)
+    return float(found)
 
 
 def cpu_seconds_of(run: Run, device: torch.device = CPU) -> float:

@@ -36,7 +36,7 @@ from mst_scale.comm.parser import at_least
 from .local_ranks import run_on
 from .machine import machine
 from .page import Row, command_line, grid, parse, tell, with_range
-from .timing import Run, ends, in_rounds, seconds_of, versus
+from .timing import Run, ends, in_rounds, longest, seconds_of, versus
 from .topology_ways import SHAPES, State, kthvalue, naive, ours
 
 NAIVE, KTHVALUE = "scores all-reduced, full topk per matrix", "kthvalue + compare per matrix"
@@ -63,17 +63,13 @@ def profile(state: State, exchange: Exchange) -> dict[str, float]:
     return {stage: round(100 * seconds / whole, 1) for stage, seconds in found.items()}
 
 
-def alternate(runs: Sequence[Run], before: Callable[[], None], rounds: int, ranks: int) -> list[list[float]]:
+def alternate(runs: Sequence[Run], before: Callable[[], None], rounds: int) -> list[list[float]]:
     """Milliseconds of the slowest rank, every run in turn; `before` is not timed."""
 
     def clock(run: Run) -> float:
         before()
-        if ranks > 1:
-            dist.barrier()
-        elapsed = torch.tensor(1e3 * seconds_of(run))
-        if ranks > 1:
-            dist.all_reduce(elapsed, op=dist.ReduceOp.MAX)
-        return float(elapsed)
+        dist.barrier()
+        return 1e3 * longest(seconds_of(run))
 
     return in_rounds(runs, rounds, clock)
 
@@ -114,7 +110,7 @@ def measure(rank: int, ranks: int, name: str, rounds: int, threads: int) -> list
     for baseline, run in baselines.items() or [("", None)]:
         runs: list[Callable[[], object]] = [lambda: ours(state, Exchange(group))]
         few = min(rounds, 2)  # for bytes, mostly
-        mine, *theirs = alternate(runs if run is None else [*runs, run], state.restore, rounds if run else few, ranks)
+        mine, *theirs = alternate(runs if run is None else [*runs, run], state.restore, rounds if run else few)
         if theirs:
             rows.append({**case, **versus(mine, baseline, theirs[0], ends)})
         else:
@@ -139,7 +135,7 @@ def masking(state: State, rounds: int) -> Row:
         for mask, gradient in zip(dead, state.gradients, strict=True):
             gradient.masked_fill_(mask, 0.0)
 
-    mine, theirs = alternate([packed, unpacked], lambda: None, 2 * rounds, 1)
+    mine, theirs = alternate([packed, unpacked], lambda: None, 2 * rounds)
     return {"what": "masking the gradients once", **versus(mine, MASKED_FILL, theirs, ends)}
 
 

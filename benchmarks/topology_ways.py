@@ -102,7 +102,7 @@ def naive(state: State, group: dist.ProcessGroup | None) -> list[Tensor]:
     return new
 
 
-def kthvalue(state: State, group: None = None) -> list[Tensor]:
+def kthvalue(state: State) -> list[Tensor]:
     """The k-th score of every matrix and a comparison; one process."""
     generator = torch.Generator().manual_seed(0)
     new = []

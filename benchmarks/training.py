@@ -21,6 +21,7 @@ import os
 import statistics
 import tempfile
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +54,33 @@ def config(model: dict[str, Any], ranks: int, sequences: int, **blocks: Any) -> 
         "model": model,
         **blocks,
     }
+
+
+def build_engine(model: dict[str, Any], ranks: int, **blocks: Any) -> Any:
+    """Return an engine that trains a model on one sequence per rank and step."""
+    import mst_scale
+    from mst_scale.config import ModelConfig
+    from mst_scale.models.gpt import GPT
+
+    torch.manual_seed(0)
+    raw = config(model, ranks, 1, training={"steps": 10**6}, **blocks)
+    return mst_scale.initialize(model=GPT(ModelConfig(**model)), config=raw)[0]
+
+
+def take_step(engine: Any, tokens: torch.Tensor) -> None:
+    """Take one optimizer step on a single micro-batch."""
+    engine.backward(engine(tokens, tokens))
+    engine.step()
+
+
+def write_random_walk(folder: Path, tokens: int, vocabulary: int) -> Path:
+    """Write a corpus of ids that a model can predict after a few steps, unless it is there; return the folder."""
+    if not (folder / "val.bin").exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        walk = (np.cumsum(np.random.default_rng(5).integers(0, 3, tokens)) % vocabulary).astype(np.uint16)
+        walk.tofile(folder / "train.bin")
+        walk[: tokens // 10].tofile(folder / "val.bin")
+    return folder
 
 
 def loop(ranks: Any, rounds: int) -> Row:
@@ -88,11 +116,6 @@ def loop(ranks: Any, rounds: int) -> Row:
 
 def masked(ranks: Any, rounds: int) -> list[Row]:
     """Compare steps with and without masks, topology steps and drift checks."""
-    import mst_scale
-    from mst_scale.config import ModelConfig
-    from mst_scale.models.gpt import GPT
-
-    shape = ModelConfig(**MASKED_MODEL)
     # ultra-sparse from the first step on; attention dense on both sides, to see the masks alone
     mst = {
         "method": "sparse",
@@ -102,21 +125,12 @@ def masked(ranks: Any, rounds: int) -> list[Row]:
         "compute": {"backend": "dense"},
     }
 
-    def engine(**blocks: Any) -> Any:
-        torch.manual_seed(0)
-        raw = config(MASKED_MODEL, ranks.world_size, 1, training={"steps": 10**6}, **blocks)
-        return mst_scale.initialize(model=GPT(shape), config=raw)[0]
-
-    sparse, dense = engine(mst=mst), engine()
+    sparse, dense = (build_engine(MASKED_MODEL, ranks.world_size, **blocks) for blocks in ({"mst": mst}, {}))
     generator = torch.Generator().manual_seed(ranks.rank)
     tokens = torch.randint(50257, (1, 1024), generator=generator)
 
     def step(which: Any) -> Callable[[], None]:
-        def one() -> None:
-            which.backward(which(tokens, tokens))
-            which.step()
-
-        return one
+        return partial(take_step, which, tokens)
 
     ordinary = in_rounds([step(sparse), step(dense)], rounds)
     rows = [row("masking", "the same DeepSpeed run without MST", ordinary[0], ordinary[1])]

@@ -30,8 +30,8 @@ from mst_scale.comm.parser import at_least
 from .local_ranks import run_on
 from .machine import machine
 from .page import Row, aside, command_line, grid, parse, tell, with_range
-from .timing import middle_half
-from .training import MASKED_MODEL, config
+from .timing import longest, middle_half
+from .training import MASKED_MODEL, build_engine, take_step
 
 MODEL = {**MASKED_MODEL, "n_layer": 1}
 ASKED = 0.02
@@ -41,19 +41,14 @@ KINDS = ("verified", "next", "plain")  # by the number of a step modulo 3
 
 def measure(method: str, stage: int, tokens_per_step: int, rounds: int, threads: int) -> Row:
     """Measure one ZeRO stage on the ranks that call this."""
-    import mst_scale
     from mst_scale import comm, zero_shards
-    from mst_scale.config import ModelConfig
-    from mst_scale.models.gpt import GPT
     from mst_scale.verification import Verification
 
     ranks = comm.init()
     torch.set_num_threads(max(1, threads // ranks.world_size))
-    mst = {"method": method, **({} if method == "dense" else {"sparsity": {"max": 0.96}})}
-    raw = config(MODEL, ranks.world_size, 1, training={"steps": 10**6}, mst={**mst, "attention": {"pattern": "dense"}})
-    raw["zero_optimization"] = {"stage": stage}
-    torch.manual_seed(1)
-    engine = mst_scale.initialize(model=GPT(ModelConfig(**MODEL)), config=raw)[0]
+    sparse = {} if method == "dense" else {"sparsity": {"max": 0.96}}
+    mst = {"method": method, **sparse, "attention": {"pattern": "dense"}}
+    engine = build_engine(MODEL, ranks.world_size, mst=mst, zero_optimization={"stage": stage})
     Verification(engine, ranks, len(KINDS))
     tokens = torch.randint(50257, (1, tokens_per_step), generator=torch.Generator().manual_seed(1))
 
@@ -61,11 +56,9 @@ def measure(method: str, stage: int, tokens_per_step: int, rounds: int, threads:
     for _ in range(len(KINDS) * (rounds + 1)):
         ranks.any(False)
         began = time.process_time()
-        engine.backward(engine(tokens, tokens))
-        engine.step()
-        seconds = torch.tensor(time.process_time() - began, dtype=torch.float64)
-        torch.distributed.all_reduce(seconds, op=torch.distributed.ReduceOp.MAX, group=ranks.control)
-        times[KINDS[engine.global_steps % len(KINDS)]].append(float(seconds))
+        take_step(engine, tokens)
+        seconds = longest(time.process_time() - began, ranks.control)
+        times[KINDS[engine.global_steps % len(KINDS)]].append(seconds)
     middle = {kind: 1e3 * statistics.median(values[1:]) for kind, values in times.items()}
     spread = {kind: [round(1e3 * q) for q in middle_half(values[1:])] for kind, values in times.items()}
     kept = sum(v.tensor.numel() * v.tensor.element_size() for v in zero_shards.held_values(engine))

@@ -1,15 +1,17 @@
-"""Stores the results of `gpu_day` on disk, one JSON object per line, each before the next case begins."""
+"""Stores the results of `gpu_day` on disk, one JSON object per line and case, and writes their page."""
 
 from __future__ import annotations
 
 import json
 import os
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
 from mst_scale.errors import UserError
 
-Row = dict[str, Any]
+from ..page import facts, grid
+from .part import Part, Row
+
 SAME = ("gpu", "torch", "triton", "commit", "tiny")
 
 
@@ -115,3 +117,27 @@ def said(row: Row) -> str:
     if "unfinished" in row:
         return f"not measured: {row['unfinished']}"
     return f"{'WRONG: ' if row.get('fine') is False else ''}{row['said']}"
+
+
+def page(book: Book, parts: Iterable[Part]) -> str:
+    """Return the page of a GPU day."""
+    from .. import attention, linear_cuda, step_cuda
+
+    tables = {"attention": attention.table, "linear": linear_cuda.table, "step": step_cuda.table}
+    about = {key: value for key, value in book.machine.items() if key != "start"}
+    lines = [
+        "# What a GPU does with it",
+        "",
+        facts(about),
+        "",
+        f"{book.summary()}. `mst bench gpu_day --help` says what each part measures.",
+    ]
+    for part in parts:
+        rows = book.of(part.name)
+        if not rows:
+            continue
+        lines += ["", f"## {part.name}: {part.question}", ""]
+        lines.append(grid(["case", "result"], [[row["case"], said(row).replace("|", "/")] for row in rows]))
+        if part.name in tables and (inner := [one for row in rows for one in row.get("rows", [])]):
+            lines += ["", tables[part.name](inner)]
+    return "\n".join(lines) + "\n"

@@ -5,9 +5,6 @@ from __future__ import annotations
 import functools
 import json
 import os
-import shutil
-import subprocess
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,7 +18,7 @@ from mst_scale.comm.launch import LAUNCHER_VARIABLES
 
 from ..page import aside
 from ..timing import in_rounds, seconds_of
-from .correctness import LOSS_BOUNDS, corpus
+from .correctness import LOSS_BOUNDS, corpus, pretrain
 from .part import Case, Row, Where
 
 STEPS = 9  # with two topology steps
@@ -212,17 +209,8 @@ def storage_changes(where: Where, stage: int) -> Row:
     folder = where.work / f"storage-{stage}"
     found = []
     for kind in ("auto", "off"):
-        shutil.rmtree(folder / kind, ignore_errors=True)
-        (folder / kind).mkdir(parents=True)
-        (folder / kind / "config.json").write_text(json.dumps(run_config(corpus(where.work), stage, kind)))
-        words = ["--deepspeed_config", str(folder / kind / "config.json"), "--out", str(folder / kind / "out")]
-        command = [sys.executable, "-c", DETERMINISTIC, *words]
         environment = {key: v for key, v in where.environment().items() if key not in LAUNCHER_VARIABLES}
-        with (folder / kind / "log").open("w") as log:
-            ended = subprocess.run(command, stdout=log, stderr=log, env=environment, check=False)
-        if ended.returncode:
-            lines = (folder / kind / "log").read_text().strip().splitlines() or ["it printed nothing"]
-            raise RuntimeError("; ".join(lines[-4:]))
+        pretrain(folder / kind, run_config(corpus(where.work), stage, kind), ["-c", DETERMINISTIC], environment)
         found.append(tensors_of(folder / kind / "out" / "checkpoints" / finding.tag_of(RUN_STEPS)))
     ours, dense = found
     starts = json.loads((folder / "auto" / "out" / "run.json").read_text())["starts"]

@@ -21,6 +21,7 @@ from mst_scale import tile_choice
 from mst_scale.comm.exchange import Exchange
 from mst_scale.doctor import full as checks
 from mst_scale.doctor.findings import SKIP, WRONG, Finding
+from mst_scale.doctor.full import type_name
 from mst_scale.hybrid_sparse_attention import Pattern
 from mst_scale.hybrid_sparse_attention import dispatch as attention_dispatch
 from mst_scale.hybrid_sparse_attention.definition import definition
@@ -33,6 +34,7 @@ from mst_scale.run_logging import metrics
 from mst_scale.shard import Shard
 from mst_scale.sparse_linear import dispatch as linear_dispatch
 
+from ..training import write_random_walk
 from .part import Case, Row, Where
 
 Granularity = str | dict[str, int]
@@ -61,17 +63,17 @@ def kernels(where: Where) -> Iterator[Case]:
     yield Case("doctor: blocks", lambda: of_finding(checks.check_blocks(where.device)))
     yield Case("doctor: 2:4", lambda: of_finding(checks.check_two_of_four(where.device)))
     for dtype in (torch.float32, torch.float16, torch.bfloat16):
-        yield Case(f"masking, {short(dtype)}", functools.partial(masking_case, where, dtype))
+        yield Case(f"masking, {type_name(dtype)}", functools.partial(masking_case, where, dtype))
     types = (half,) if where.tiny else (torch.bfloat16, torch.float16, torch.float32)
     length, stride, shape = (70, 16, (70, 100)) if where.tiny else (1000, 128, (1600, 6400))
     for dtype, head_dim, kind in product(types, heads, ("strided", "fixed")):
-        name = f"attention {kind} {stride}, {length} tokens, heads of {head_dim} that share keys, {short(dtype)}"
+        name = f"attention {kind} {stride}, {length} tokens, heads of {head_dim} that share keys, {type_name(dtype)}"
         yield Case(
             name,
             functools.partial(attention_case, where, Attention(dtype, length, head_dim, Pattern(kind, stride), 2, 0)),
         )
     for dtype, side in product(types, sides):
-        name = f"blocks of {side}, {shape[1]}→{shape[0]}, {short(dtype)}"
+        name = f"blocks of {side}, {shape[1]}→{shape[0]}, {type_name(dtype)}"
         yield Case(name, functools.partial(block_case, where, dtype, shape, side, 0))
 
 
@@ -155,7 +157,7 @@ def masks(where: Where) -> Iterator[Case]:
     size = (64, 48) if where.tiny else (3072, 768)
     for name, dtype in product(("mst", "rigl", "set", "mest", "snfs"), (torch.float32, torch.bfloat16)):
         for side in (1,) if name != "mst" else (1, 16):
-            what = f"{name}, {short(dtype)}" + (f", blocks of {side}" if side > 1 else "")
+            what = f"{name}, {type_name(dtype)}" + (f", blocks of {side}" if side > 1 else "")
             yield Case(what, functools.partial(mask_case, where, name, dtype, size, side))
 
 
@@ -259,21 +261,30 @@ def trained(where: Where, device: str, run: Training) -> list[dict[str, Any]]:
     folder = where.work / "training" / f"{device} {run.name}".replace(",", "").replace(" ", "-")
     metrics_file = folder / "out" / "metrics.jsonl"
     if not (rows := losses_of(metrics_file)):
-        shutil.rmtree(folder, ignore_errors=True)
-        folder.mkdir(parents=True)
-        (folder / "config.json").write_text(json.dumps(training_config(corpus(where.work), device, run)))
-        words = ["--deepspeed_config", str(folder / "config.json"), "--out", str(folder / "out")]
         environment = {**os.environ, "DS_ACCELERATOR": device, "TRITON_INTERPRET": "0", tile_choice.VARIABLE: "0"}
         if device == "cpu":
             environment["OMP_NUM_THREADS"] = "2"  # a tiny model, beside others
-        command = [sys.executable, "-m", "mst_scale.pretrain", *words]
-        with (folder / "log").open("w") as log:
-            ended = subprocess.run(command, stdout=log, stderr=log, env=environment, check=False)
-        if ended.returncode:
-            lines = (folder / "log").read_text().strip().splitlines() or ["it printed nothing"]
-            raise RuntimeError("; ".join(lines[-4:]))
+        pretrain(folder, training_config(corpus(where.work), device, run), ["-m", "mst_scale.pretrain"], environment)
         rows = losses_of(metrics_file)
     return rows
+
+
+def pretrain(folder: Path, config: dict[str, Any], program: list[str], environment: dict[str, str]) -> None:
+    """Run a program that takes the options of `mst_scale.pretrain`, in a new folder, to its end.
+
+    Raises:
+        RuntimeError: with the last lines that it has printed, if it fails.
+    """
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    words = ["--deepspeed_config", str(folder / "config.json"), "--out", str(folder / "out")]
+    with (folder / "log").open("w") as log:
+        command = [sys.executable, *program, *words]
+        ended = subprocess.run(command, stdout=log, stderr=log, env=environment, check=False)
+    if ended.returncode:
+        lines = (folder / "log").read_text().strip().splitlines() or ["it printed nothing"]
+        raise RuntimeError("; ".join(lines[-4:]))
 
 
 def losses_of(metrics_file: Path) -> list[dict[str, Any]]:
@@ -321,17 +332,4 @@ def training_config(data: Path, device: str, run: Training) -> dict[str, Any]:
 
 def corpus(work: Path) -> Path:
     """Tokens that a model can learn in a few steps."""
-    import numpy as np
-
-    folder = work / "corpus"
-    if not (folder / "val.bin").exists():
-        folder.mkdir(parents=True, exist_ok=True)
-        walk = (np.cumsum(np.random.default_rng(5).integers(0, 3, 50_000)) % 63).astype(np.uint16)
-        walk.tofile(folder / "train.bin")
-        walk[:5_000].tofile(folder / "val.bin")
-    return folder
-
-
-def short(dtype: torch.dtype) -> str:
-    """Return the short name of a dtype."""
-    return str(dtype).removeprefix("torch.")
+    return write_random_walk(work / "corpus", tokens=50_000, vocabulary=63)

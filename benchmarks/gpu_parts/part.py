@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -55,21 +55,11 @@ class Where:
     out: Path
     work: Path
     """For what is not kept: runs, logs."""
-    deadline: float = float("inf")
 
     @property
     def device(self) -> str:
         """The device that cases run on."""
         return "cpu" if self.tiny else "cuda"
-
-    @property
-    def seconds(self) -> float:
-        """That are left of the part."""
-        return max(0.0, self.deadline - time.monotonic())
-
-    def until(self, deadline: float) -> Where:
-        """Return the same with a deadline."""
-        return replace(self, deadline=deadline)
 
     def environment(self) -> dict[str, str]:
         """Of a part's process: this source tree, no launcher around it."""
@@ -97,6 +87,3 @@ class Where:
         about = {key: value for key, value in machine().items() if key != "load"}
         git = git_state(Path(mst_scale.__file__).resolve().parents[1]) or {}
         return {**about, "triton": version, "commit": git.get("commit"), "tiny": self.tiny, "start": time.time_ns()}
-
-
-TORCH_ADAM = "optimizer.params.torch_adam=true"  # DeepSpeed's fused kernel would be compiled first

@@ -17,8 +17,9 @@ from .. import attention as attention_bench
 from .. import linear_cuda, step_cuda
 from .. import memory as measured
 from ..page import aside
+from ..step_sides import engine_of
 from ..timing import in_rounds, seconds_of
-from .part import TORCH_ADAM, Case, Row, Where
+from .part import Case, Row, Where
 
 # --- a whole step ---
 
@@ -232,6 +233,7 @@ def _optimizer(where: Where, weights: int) -> Row:
 
 # --- the memory of real runs, against the prediction of `mst plan` ---
 
+TORCH_ADAM = "optimizer.params.torch_adam=true"  # DeepSpeed's fused kernel would be compiled first
 PLAIN = ["data_types={}"]  # accumulation in fp32 does not go with bf16 at stage 1
 TINY = ["model.n_layer=1", "model.n_embd=32", "model.n_head=2", "model.seq_length=32", "model.vocab_size=64"]
 
@@ -272,14 +274,10 @@ def peak(where: Where, config: str, settings: list[str]) -> Row:
 
 
 def _two_steps(experiment: Any, micro: int) -> None:
-    import mst_scale
-    from mst_scale import comm, zero_shards
-    from mst_scale.models import build
+    from mst_scale import comm
 
     comm.init()
-    with zero_shards.partitioned_construction(experiment.deepspeed):
-        model = build(experiment.model)
-    engine: Any = mst_scale.initialize(model=model, config=experiment)[0]
+    engine = engine_of(experiment)
     for _ in range(2):
         shape = (micro, experiment.model.seq_length + 1)
         tokens = torch.randint(experiment.model.vocab_size, shape, device=engine.device)

@@ -9,7 +9,6 @@ GPU without special kernels. Embedding and head stay dense. This program is for 
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -50,11 +49,7 @@ def active_units(units: Units, heads: int, density: float, generator: torch.Gene
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the benchmark and print its results."""
-    parser = Parser(
-        prog="python -m mst_scale.benchmarks.studies.channels",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = Parser(prog="python -m mst_scale.benchmarks.studies.channels", description=__doc__)
     parser.add_argument("--width", type=at_least(1), required=True, help="of the model, model.n_embd")
     parser.add_argument("--layers", type=at_least(1), default=2, help="(default: %(default)s)")
     parser.add_argument("--heads", type=at_least(1), default=4, help="(default: %(default)s)")

@@ -11,7 +11,6 @@ meta.json. OUT/packages.txt lists the packages with their versions.
 
 from __future__ import annotations
 
-import argparse
 import gzip
 import hashlib
 import html
@@ -128,11 +127,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     from mst_scale.data.prepare import prepare
     from mst_scale.data.recipe import Recipe
 
-    parser = Parser(
-        prog="python -m mst_scale.benchmarks.studies.corpus",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = Parser(prog="python -m mst_scale.benchmarks.studies.corpus", description=__doc__)
     parser.add_argument("--out", type=Path, default=Path("corpora/study"), metavar="DIR", help="default: %(default)s")
     parser.add_argument("--packages", nargs="+", default=PACKAGES, metavar="NAME", help="others than those listed here")
     parser.add_argument("--tokenizer", default="byte", metavar="T", help="as for mst data (byte)")

@@ -43,7 +43,7 @@ from mst_scale.plan.step_time import phases, step_seconds
 from ..local_ranks import run_on
 from ..machine import machine
 from ..page import aside, command_line, grid, parse, tell
-from ..step_sides import Side
+from ..step_sides import Side, engine_of
 from ..timing import in_rounds, middle_half
 from . import records
 from .page import answers
@@ -76,11 +76,7 @@ class Steps:
 
 def side(experiment: Experiment) -> Side:
     """An engine at its first step."""
-    import mst_scale
-    from mst_scale.models import build
-
-    torch.manual_seed(0)
-    engine = mst_scale.initialize(model=build(experiment.model), config=experiment)[0]
+    engine = engine_of(experiment)
     shape = experiment.deepspeed["train_micro_batch_size_per_gpu"], experiment.model.seq_length
     tokens, targets = torch.randint(experiment.model.vocab_size, (2, *shape))
     return Side(engine, (tokens, targets))

@@ -8,7 +8,6 @@ the page of that study.
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import chain
@@ -201,7 +200,7 @@ def _panel(
 
 def write_page(written: Callable[[Path], Path], description: str | None) -> None:
     """Run a command that writes a page from the records in a folder, and print the page's path."""
-    parser = Parser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=description)
     parser.add_argument("--results", type=Path, default=FOLDER, metavar="DIR", help="folder of the records")
     print(written(parser.parse_args().results))
 

@@ -22,12 +22,7 @@ from .records import FINISHED, Row
 
 HEAD_OF_CELLS = ["variant", "rate", *HEAD]
 Others = Mapping[str, list[Method]]  # baselines from other studies
-WITHOUT_DENSE = (
-    "seeds",
-    "validation loss",
-    "FLOPs",
-    "FLOPs, causal",
-)  # of HEAD, if there is no dense run to compare with
+WITHOUT_DENSE = ("seeds", "validation loss", "FLOPs", "FLOPs, causal")  # of HEAD, if no dense run is compared
 
 
 def answers(plan: Plan, rows: Mapping[str, Row], data: str) -> dict[str, Any]:
@@ -84,14 +79,11 @@ def _about(found: list[Outcome], plan: Plan) -> str:
     last = [row for one in found for row in one.runs.values()][-1]
     versions = ", ".join(f"{name} {version}" for name, version in last["versions"].items())
     commits = sorted({(row["commit"] or "unknown")[:10] for one in found for row in one.runs.values()})
+    precision = "bfloat16" if plan.config.get("bf16", {}).get("enabled") else "float32"
     return (
-        f"{versions}, {_precision(plan)} on a CPU, one process, commit {', '.join(commits)}; corpus {last['corpus']}. "
+        f"{versions}, {precision} on a CPU, one process, commit {', '.join(commits)}; corpus {last['corpus']}. "
         "The tables show finished runs only."
     )
-
-
-def _precision(plan: Plan) -> str:
-    return "bfloat16" if plan.config.get("bf16", {}).get("enabled") else "float32"
 
 
 def _plots(plan: Plan, found: list[Outcome], others: Others) -> dict[str, tuple[str, Plot]]:

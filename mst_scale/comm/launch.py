@@ -91,16 +91,15 @@ def complete_environment() -> None:
             "torchrun and deepspeed do, or unset WORLD_SIZE"
         )
     if missing:
-        os.environ.update(_mpi_ranks() if under_mpi() else _alone())
+        values = _mpi_ranks() if under_mpi() else ("0", "0", "1", "127.0.0.1", str(free_port()))
+        os.environ.update(zip(LAUNCHER_VARIABLES, values, strict=True))
     elif os.environ["MASTER_PORT"] == OF_DEEPSPEED and os.environ.get("CROSS_SIZE") == "1":
-        os.environ["MASTER_PORT"] = str(_port_of(os.getppid()))
+        # all ranks of one launcher on a machine choose this port alike, and ranks of other launchers do not
+        os.environ["MASTER_PORT"] = str(LOWEST_PORT + os.getppid() % (_first_ephemeral_port() - LOWEST_PORT))
 
 
-def _alone() -> dict[str, str]:
-    return dict(zip(LAUNCHER_VARIABLES, ("0", "0", "1", "127.0.0.1", str(free_port())), strict=True))
-
-
-def _mpi_ranks() -> dict[str, str]:
+def _mpi_ranks() -> tuple[str, ...]:
+    """Return the values of LAUNCHER_VARIABLES."""
     try:
         from mpi4py import MPI
     except ImportError:
@@ -112,8 +111,7 @@ def _mpi_ranks() -> dict[str, str]:
     address = "127.0.0.1" if len(set(hosts)) == 1 else socket.getfqdn()
     address, port = world.bcast((address, free_port()) if rank == 0 else None, root=0)
     local_rank = hosts[:rank].count(hosts[rank])
-    values = (str(rank), str(local_rank), str(world.Get_size()), address, str(port))
-    return dict(zip(LAUNCHER_VARIABLES, values, strict=True))
+    return str(rank), str(local_rank), str(world.Get_size()), address, str(port)
 
 
 def free_port() -> int:
@@ -123,11 +121,6 @@ def free_port() -> int:
             probe.bind(("", port))
             return port
     raise OSError(f"no free port was found above {LOWEST_PORT}: choose one with --master_port")
-
-
-def _port_of(launcher: int) -> int:
-    """Return a port that all ranks of one launcher on a machine choose alike, and ranks of other launchers do not."""
-    return LOWEST_PORT + launcher % (_first_ephemeral_port() - LOWEST_PORT)
 
 
 def _first_ephemeral_port() -> int:

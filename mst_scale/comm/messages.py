@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import sys
+from collections.abc import Iterator
 from typing import Any, TextIO
 
 from mst_scale.comm.launch import launched_rank, under_mpi
@@ -21,6 +23,16 @@ def speak() -> None:
         logger.setLevel(logging.INFO if launched_rank() == 0 else logging.ERROR)
     if not logger.hasHandlers():
         logger.addHandler(_Terminal())
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Log nothing meanwhile."""
+    before, logger.disabled = logger.disabled, True
+    try:
+        yield
+    finally:
+        logger.disabled = before
 
 
 def may_rewrite(stream: TextIO) -> bool:

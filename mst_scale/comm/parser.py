@@ -92,9 +92,13 @@ CHECKED_ELSEWHERE = ("set", "prompt")  # by the config, and by the tokenizer; a 
 
 
 class Parser(argparse.ArgumentParser):
-    """An `argparse.ArgumentParser` whose errors are one line, printed by the first of several ranks."""
+    """An `argparse.ArgumentParser` whose errors are one line, printed by the first of several ranks.
+
+    Line breaks of descriptions, which are docstrings, are kept.
+    """
 
     def __init__(self, **options: Any) -> None:
+        options.setdefault("formatter_class", argparse.RawDescriptionHelpFormatter)
         super().__init__(**options, allow_abbrev=False)  # an abbreviation would escape the launchers' checks
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:

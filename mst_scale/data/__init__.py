@@ -3,7 +3,6 @@
 sampler       the tokens that position p of step s sees, and which of them BERT predicts: pure functions
 corpus        corpus folders: open, verify, write
 prepare       a recipe → a corpus folder, on all cores, in bounded memory (`mst data`)
-opening       a recipe → its source
 tables        sources in Parquet files, on the hub, and in other files that `datasets` reads
 sources       the documents of a source in pieces, and which of them are for validation
 source_files  which files a source stands for, and how each is read

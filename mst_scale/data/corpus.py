@@ -84,11 +84,10 @@ def open_tokens(
             itself = os.path.realpath(folder) == os.path.abspath(folder)
             problem = f"is a link to {'itself' if itself else 'a missing folder'}"
         raise UserError(f"data folder {folder} {problem}; `mst data SOURCE --out {folder}` makes a corpus")
-    meta = read_meta(folder) if (folder / META).exists() else None
-    if meta is None and (folder / PARTIAL).exists():
+    unfinished = (folder / PARTIAL).exists()
+    meta = read_meta(folder) if (folder / META).exists() else None  # after the first check: it may be moved in between
+    if meta is None and unfinished:
         raise UserError(f"the corpus in {folder} is unfinished; run the `mst data` command that began it again")
-    if meta is None and (folder / META).exists():  # it was moved in between the two checks
-        meta = read_meta(folder)
     if meta is not None and split not in meta["splits"]:
         raise UserError(f"{folder} has no split {split!r}; it has {', '.join(meta['splits'])}")
     path = folder / (meta["splits"][split]["file"] if meta else f"{split}.bin")

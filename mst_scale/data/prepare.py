@@ -35,10 +35,10 @@ from tqdm import tqdm  # type: ignore[import-untyped]
 
 import mst_scale
 from mst_scale.comm import may_rewrite
+from mst_scale.data import sources, tables
 from mst_scale.data.corpus import FORMAT, META, SPLITS, SplitFile, UnfinishedCorpus, check_sizes, read_meta
-from mst_scale.data.opening import open_source
-from mst_scale.data.recipe import STDLIB, Recipe
-from mst_scale.data.source_files import describe_files, local_files
+from mst_scale.data.recipe import OPENWEBTEXT, OPENWEBTEXT_ON_HUB, STDLIB, Recipe, is_code
+from mst_scale.data.source_files import describe_files, is_saved, kind_of, local_files
 from mst_scale.data.sources import PIECE_BYTES, Piece, Source
 from mst_scale.data.tokenizer import Tokenizer, is_file, load_tokenizer, token_dtype
 from mst_scale.errors import Damaged, UserError
@@ -139,6 +139,36 @@ def _open(recipe: Recipe, out: Path) -> tuple[Tokenizer, Source]:
     tokenizer = load_tokenizer(recipe.tokenizer_name)
     _say(f"preparing {' '.join(recipe.paths)} with tokenizer {recipe.tokenizer_name} in {out}")
     return tokenizer, source
+
+
+def open_source(recipe: Recipe) -> Source:
+    """Open the source that a recipe names.
+
+    Raises:
+        UserError: if there is no such source, or it cannot be read.
+        OSError: if the hub cannot be reached.
+    """
+    files = local_files(recipe)
+    if files is None:
+        if is_saved(recipe.paths):
+            return tables.saved(Path(recipe.paths[0]).expanduser(), recipe)
+        return tables.hub(OPENWEBTEXT_ON_HUB if recipe.source == OPENWEBTEXT else recipe.paths[0], recipe)
+    if given := recipe.first_stated("subset", "split", "val_split", "revision", "stream"):
+        name = recipe.paths[0]
+        raise UserError(f"{given} is for data sets of the hub and saved ones, not for {name!r}: leave it out")
+    code = is_code(recipe.source)
+    kind = "text" if code else kind_of(files)
+    if kind == "text":
+        if recipe.text_key != "text":
+            raise UserError(f"text files have no keys: leave out text_key {recipe.text_key!r}")
+        return sources.text_files(files, recipe.held_out, recipe.seed, recipe.max_bytes, whole_files=code)
+    if kind == "lines":
+        return sources.json_lines(files, recipe.text_key, recipe.held_out, recipe.max_bytes)
+    if kind == "parquet":
+        return tables.parquet(files, recipe)
+    if kind == "compressed lines":
+        return sources.compressed_lines(files, recipe.text_key, recipe.held_out, recipe.max_bytes)
+    return tables.streamed_files(files, kind, recipe)
 
 
 def _build(recipe: Recipe, text: tuple[Tokenizer, Source], unfinished: UnfinishedCorpus, workers: int) -> None:

@@ -76,6 +76,10 @@ class Recipe:
         assert self.val_fraction is not None
         return self.val_fraction
 
+    def first_stated(self, *names: str) -> str | None:
+        """Return the first of these options that does not have its default; None if all have."""
+        return next((f.name for f in fields(self) if f.name in names and getattr(self, f.name) != f.default), None)
+
     def identity(self) -> dict[str, Any]:
         """Return the recipe as JSON values. Two recipes of one identity make the same corpus from the same data."""
         content = {field.name: getattr(self, field.name) for field in fields(self)}

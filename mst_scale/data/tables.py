@@ -84,9 +84,8 @@ def streamed_files(files: list[File], builder: str, recipe: Recipe) -> Source:
 
 def saved(folder: Path, recipe: Recipe) -> Source:
     """Open a data set that `save_to_disk` has written."""
-    of_hub = {"subset": None, "revision": None, "stream": False}
-    if given := [name for name, usual in of_hub.items() if getattr(recipe, name) != usual]:
-        raise UserError(f"{given[0]} is for data sets of the hub, and {folder} is one on this disk: leave it out")
+    if given := recipe.first_stated("subset", "revision", "stream"):
+        raise UserError(f"{given} is for data sets of the hub, and {folder} is one on this disk: leave it out")
     with _datasets(str(folder)) as datasets:
         content = datasets.load_from_disk(str(folder))
     if not isinstance(content, dict) and (recipe.split, recipe.val_split) != ("train", None):

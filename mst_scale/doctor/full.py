@@ -217,12 +217,12 @@ def _judge(name: str, errors: Sequence[Error], began: float, instead: str) -> Fi
     ordered = sorted(errors, key=lambda error: error.severity)
     worst = ordered[-1]
     if not worst.fine:
-        dtype = _type(worst.dtype)
+        dtype = type_name(worst.dtype)
         message = f"wrong results: {worst.what} in {dtype} is off by {worst.error:.1e}, {worst.bound:.1e} is allowed"
         fix = f"empty the kernel cache ({cache_folder()}) and check again; until it is right, use {instead}"
         return wrong(name, message, fix)
     worst_of = {one.dtype: one for one in ordered}
-    by_type = {_type(dtype): worst_of[dtype] for dtype in DTYPES if dtype in worst_of}
+    by_type = {type_name(dtype): worst_of[dtype] for dtype in DTYPES if dtype in worst_of}
     largest = ", ".join(f"{dtype} {one.error:.0e} ≤ {one.bound:.0e}" for dtype, one in by_type.items())
     numbers = {dtype: one.error for dtype, one in by_type.items()}
     return ok(name, f"largest errors {largest}; {time.monotonic() - began:.1f} s", **numbers)
@@ -235,7 +235,8 @@ def _unavailable(name: str, reason: str, where: str, loss: str) -> Finding:
     return look(name, f"not here: {reason}; {loss}", f"install {'a C++ compiler' if where == 'cpu' else 'triton'}")
 
 
-def _type(dtype: torch.dtype) -> str:
+def type_name(dtype: torch.dtype) -> str:
+    """Return the name of a type without "torch."."""
     return str(dtype).removeprefix("torch.")
 
 
@@ -253,8 +254,7 @@ def check_training(ranks: Ranks, stage: int) -> list[Finding]:
     digests: list[Any] = everyone.all(list(engine.mst.state.digests))
     finite = all(everyone.all(all(map(math.isfinite, losses))))
     changed, sparsity = bool(engine.mst.changed_at), float(engine.mst.sparsity)
-    if hasattr(engine, "destroy"):
-        engine.destroy()
+    engine.destroy()
     fix = "MST_TRACEBACK=1 mst doctor shows where; the findings above may say why"
     if not finite:
         return [wrong(name, f"the loss is not finite: {losses}", fix)]
@@ -310,14 +310,14 @@ def check_choices() -> list[Finding]:
     where = device()
     dtype = BFLOAT16 if where == "cuda" else FLOAT32
     chosen, why = attention_dispatch.choose(where, dtype, 64, dense=False, small=False)
-    findings = [ok("auto, attention", f"{chosen} in {_type(dtype)}: {why}", chosen=chosen)]
+    findings = [ok("auto, attention", f"{chosen} in {type_name(dtype)}: {why}", chosen=chosen)]
     for side in (1, SIDE) if where == "cuda" else (1,):
         layers: dict[tuple[str, str], list[str]] = {}  # with the same choice
         for name, shape in WIDTHS.items():
             layers.setdefault(linear_dispatch.choose(where, dtype, shape, SPARSITY, side), []).append(name)
         choices = "; ".join(f"{', '.join(names)}: {backend}, {why}" for (backend, why), names in layers.items())
         in_blocks = f" in blocks of {side}" if side > 1 else ""
-        findings.append(ok(f"auto, linear{in_blocks}", f"{SPARSITY:.0%} sparse, {_type(dtype)}: {choices}"))
+        findings.append(ok(f"auto, linear{in_blocks}", f"{SPARSITY:.0%} sparse, {type_name(dtype)}: {choices}"))
     return findings
 
 

@@ -24,10 +24,10 @@ import math
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from statistics import fmean
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from mst_scale.comm import Ranks
 from mst_scale.errors import DivergedError, UserError
@@ -96,10 +96,7 @@ class Scorer:
             scores = self._forward([work[i] for i in batches[turn]])
             if start + rank < len(batches):
                 mine.update(zip(batches[turn], scores, strict=True))
-        shares: list[dict[int, Score]] = [mine]
-        if self.ranks is not None and world > 1:
-            shares = [{} for _ in range(world)]
-            dist.all_gather_object(shares, mine, group=self.ranks.control)
+        shares = [mine] if self.ranks is None else self.ranks.all(mine)
         found = {i: score for share in shares for i, score in share.items()}
         if any(math.isnan(score.log) for score in found.values()):  # on all ranks
             raise DivergedError("the model computes NaN instead of logits: take a checkpoint from before it diverged")
@@ -253,8 +250,8 @@ def _last_word(task: Task) -> dict[str, Any]:
         "doc_to_target": lambda doc: " " + _split(doc)[1],
         "process_results": process,
         "metric_list": [
-            _metric("acc", _mean, True),
-            _metric("perplexity", lambda logs: _exp(-_mean(logs)), False),
+            _metric("acc", fmean, True),
+            _metric("perplexity", lambda logs: _exp(-fmean(logs)), False),
             _metric("token_acc", lambda scores: sum(s.hits for s in scores) / sum(s.tokens for s in scores), True),
             _metric("token_perplexity", _per_token, False),
         ],
@@ -294,7 +291,7 @@ def _choice(task: Task) -> dict[str, Any]:
         "doc_to_text": lambda doc: task.prompt.format(**doc),
         "doc_to_target": lambda doc: doc["label"],
         "doc_to_choice": list(task.choices),
-        "metric_list": [_metric("acc", _mean, True)],
+        "metric_list": [_metric("acc", fmean, True)],
     }
 
 
@@ -303,10 +300,6 @@ _FORMS = {"last word": _last_word, "text": _text, "choice": _choice}
 
 def _metric(name: str, aggregation: Callable[[Any], float], higher_is_better: bool) -> dict[str, Any]:
     return {"metric": name, "aggregation": aggregation, "higher_is_better": higher_is_better}
-
-
-def _mean(values: Sequence[float]) -> float:
-    return math.fsum(values) / len(values)
 
 
 def _per_token(scores: Sequence[Score]) -> float:

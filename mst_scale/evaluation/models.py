@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +25,7 @@ from mst_scale.checkpoints import finding, model_config
 from mst_scale.comm import logger
 from mst_scale.compact_files.layout import file_of, is_compact
 from mst_scale.compact_files.weights import load_model, open_weights
+from mst_scale.data.source_files import HUB_NAME
 from mst_scale.data.tokenizer import chosen, is_missing, load_tokenizer, trained_with
 from mst_scale.errors import UserError
 from mst_scale.files import file_digest
@@ -40,7 +40,6 @@ from mst_scale.hugging_face.sources import (
 )
 from mst_scale.hybrid_sparse_attention import Pattern, attach
 
-HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 Logits = Callable[[torch.Tensor], torch.Tensor]
 
 

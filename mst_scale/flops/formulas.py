@@ -131,7 +131,6 @@ def forward_flops(
     density: float | Mapping[str, float] = 1.0,
     attention_share: float = 1.0,
     accounting: str = "paper",
-    length: int | None = None,
 ) -> Flops:
     """Count a forward pass of one sequence.
 
@@ -139,11 +138,10 @@ def forward_flops(
         model: the model.
         density: 1 - S: one number for every matrix and the head, or the fraction of active weights by parameter name,
             where parameters that are not named are dense.
-        attention_share: Q in the same accounting: `Pattern.share(length, accounting, model.causal)`.
+        attention_share: Q in the same accounting: `Pattern.share(model.seq_length, accounting, model.causal)`.
         accounting: "paper" or "causal".
-        length: tokens of the sequence, by default the model's context.
     """
-    tokens = model.seq_length if length is None else length
+    tokens = model.seq_length
     if accounting not in ACCOUNTINGS:
         raise UserError(f"accounting {accounting!r} is unknown: choose one of {', '.join(ACCOUNTINGS)}")
     weights = matrices(model)
@@ -168,21 +166,19 @@ def step_flops(
     density: float | Mapping[str, float] = 1.0,
     pattern: Pattern = DENSE,
     accounting: str = "paper",
-    length: int | None = None,
     *,
     gradient_density: Mapping[str, float] | None = None,
 ) -> Flops:
     """Count the forward and backward passes of one sequence (3 · forward), which a batch multiplies.
 
-    `density`, `accounting` and `length` are those of `forward_flops`; `gradient_density` is the density of the products
-    that compute the gradients of the weights, by default `density`.
+    `density` and `accounting` are those of `forward_flops`; `gradient_density` is the density of the products that
+    compute the gradients of the weights, by default `density`.
     """
-    tokens = model.seq_length if length is None else length
-    share = pattern.share(tokens, accounting, model.causal)
-    forward = forward_flops(model, density, share, accounting, tokens)
+    share = pattern.share(model.seq_length, accounting, model.causal)
+    forward = forward_flops(model, density, share, accounting)
     if gradient_density is None:
         return 3 * forward
-    return 2 * forward + forward_flops(model, gradient_density, share, accounting, tokens)
+    return 2 * forward + forward_flops(model, gradient_density, share, accounting)
 
 
 def dense_step_flops(model: ModelConfig, accounting: str = "paper") -> Flops:

@@ -38,12 +38,8 @@ class Cache:
         shape = (batch, heads, room, head_dim)
         self.keys, self.values = ([torch.empty(shape, dtype=torch.float32) for _ in range(layers)] for _ in range(2))
         self.room, self.length = room, 0
-        self.visible: torch.Tensor | None = None  # of the token that is being computed
+        self.visible: torch.Tensor | None = None  # to the token that is being computed, in all layers
         self.blocks: Callable[[torch.Tensor], None] | None = None  # see `fused`
-
-    def advance_to(self, pattern: Pattern) -> None:
-        """Find the keys that the next single token sees, once for all layers."""
-        self.visible = visible_keys(pattern, self.length)
 
     def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, pattern: Pattern) -> torch.Tensor:
         """Store the keys and values of new tokens and return their attention over what they see.

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from mst_scale.compact_files.weights import ModelWeights
 from mst_scale.config import ModelConfig
 from mst_scale.errors import UserError
-from mst_scale.generation.cache import Cache
+from mst_scale.generation.cache import Cache, visible_keys
 from mst_scale.generation.fused import FusedBlocks, can_fuse
 from mst_scale.generation.sparse_matrix import DENSE_FROM, DTYPES, Matrix, SparseMatrix, matrix_of
 from mst_scale.heap import give_back
@@ -71,7 +71,7 @@ class Decoder:
         """
         batch, new = tokens.shape
         assert cache.length + new <= cache.room, (cache.length, new, cache.room)
-        cache.advance_to(self.pattern)
+        cache.visible = visible_keys(self.pattern, cache.length)
         d = self.config.n_embd
         positions = torch.arange(cache.length, cache.length + new)
         x = (self.matrices["wte.weight"].rows(tokens) + self.matrices["wpe.weight"].rows(positions)).view(-1, d)

@@ -137,7 +137,7 @@ def generate(
 def _next_tokens(decoder: Decoder, ids: list[int], sampling: Sampling, vocabulary: int, count: int) -> Iterator[int]:
     """Yield `count` tokens that follow `ids`, each below `vocabulary`."""
     cache = decoder.new_cache(1, len(ids) + count - 1)
-    generator = sampling.generator()
+    generator = torch.Generator().manual_seed(sampling.seed)
     new = torch.tensor([ids])
     for _ in range(count):
         token = sampling.choose(decoder.logits(new, cache)[:, -1, :vocabulary], generator)

@@ -31,10 +31,6 @@ class Sampling:
         if not 0 <= self.seed < 2**63:
             raise UserError(f"seed {self.seed}: use a whole number from 0 to 2^63 - 1")
 
-    def generator(self) -> torch.Generator:
-        """Return the generator that draws the tokens of one text."""
-        return torch.Generator().manual_seed(self.seed)
-
     def choose(self, logits: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
         """Return the next token of each sequence, for logits (batch, vocabulary).
 

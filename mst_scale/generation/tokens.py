@@ -82,7 +82,7 @@ def encode_prompt(tokenizer: Tokenizer, prompt: str) -> list[int]:
     if not ids:
         raise UserError("the prompt is empty: give at least one token of text to continue")
     if tokenizer.mask is not None:  # word pieces: what is in no piece becomes [UNK]
-        unknown = _unknown_id(tokenizer)
+        unknown = int(tokenizer.encode("x" * 101)[0])  # every word of more than 100 characters is [UNK]
         if unknown in ids:
             known = tokenizer.decode(ids[: ids.index(unknown)])
             after = f" after {known[-20:]!r}" if known else " at its beginning"
@@ -90,11 +90,6 @@ def encode_prompt(tokenizer: Tokenizer, prompt: str) -> list[int]:
                 f"the prompt has a word{after} that tokenizer {tokenizer.name!r} does not know: leave it out"
             )
     return ids
-
-
-def _unknown_id(tokenizer: Tokenizer) -> int:
-    """Return the id of [UNK]: every word of more than 100 characters becomes one."""
-    return int(tokenizer.encode("x" * 101)[0])
 
 
 class Decoded:

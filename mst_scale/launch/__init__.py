@@ -27,8 +27,7 @@ from mst_scale.comm import exit_code, is_plain, one_line
 
 FOR_USERS = ("local", "slurm", "mpi", "hostfile", "sweep")
 PROGRAMS = {  # name -> (module, function)
-    **{name: (name, "main") for name in (*FOR_USERS, "node", "slurm_job")},
-    "demo": ("demo", "main"),
+    **{name: (name, "main") for name in (*FOR_USERS, "demo", "node", "slurm_job")},
     "slurm_rank": ("slurm_job", "start_node"),
 }
 

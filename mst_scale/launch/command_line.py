@@ -6,17 +6,16 @@ Ranks that share a layer must stay on one node. Ranks fill one node after the ot
 
 from __future__ import annotations
 
-import contextlib
 import math
 import os
 import re
 import shlex
 from argparse import Namespace
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
-from mst_scale.comm import logger
+from mst_scale.comm.messages import quiet
 from mst_scale.comm.parser import validate_new_folder
 from mst_scale.config import Experiment
 from mst_scale.config.parallel import KEYS, sizes_of
@@ -134,7 +133,7 @@ def read_run(config: str, arguments: Sequence[str]) -> tuple[Experiment, Path]:
         UserError: The config or an argument is wrong.
         SystemExit: An argument is unknown, or asks for help.
     """
-    with _quiet():
+    with quiet():  # the ranks will log
         args = parse_arguments(["--deepspeed_config", config, *arguments])
         experiment = read_experiment(args)
     return experiment, output_folder(args, experiment)
@@ -152,18 +151,8 @@ def check_config(config: str, arguments: Sequence[str]) -> Experiment:
         UserError: The config or an argument is wrong.
         SystemExit: An argument is unknown, or asks for help.
     """
-    with _quiet():
+    with quiet():
         return load_experiment(parse_arguments(["--deepspeed_config", config, *arguments]))
-
-
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """Log nothing: the ranks will."""
-    before, logger.disabled = logger.disabled, True
-    try:
-        yield
-    finally:
-        logger.disabled = before
 
 
 def check_run(
@@ -204,7 +193,7 @@ def check_places(config: str, arguments: Sequence[str]) -> tuple[Experiment, Pat
     Raises:
         UserError: There is no corpus, the folder of the run cannot be made, or it holds a run of another method.
     """
-    with _quiet():
+    with quiet():
         args = parse_arguments(["--deepspeed_config", config, *arguments])
         experiment = load_experiment(args)
     out, data = output_folder(args, experiment), experiment.data

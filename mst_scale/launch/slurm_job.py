@@ -20,8 +20,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mst_scale.launch import node
-from mst_scale.launch.command_line import quoted
-from mst_scale.launch.elastic import FLAG, Allowed, allowed, read_run
+from mst_scale.launch.command_line import quoted, read_run
+from mst_scale.launch.elastic import FLAG, Allowed, allowed
 from mst_scale.launch.environment import SCRIPTS, load_cluster_settings, shown_variables
 from mst_scale.launch.restarts import keep_running
 from mst_scale.launch.supervisor import NOT_BEGUN, Reports, Supervisor, output_of, say, send, spawn, unblock

@@ -129,23 +129,35 @@ def _newest_on_disk(folder: Path, copies: Iterable[Copy], verified: int | None, 
     return -1 if sound is None else finding.step_of(folder / sound)
 
 
-class _Held:
-    """The parts of copies that the hosts of this start have.
+class HostMemory:
+    """The folder in this host's memory that belongs to a run, and the host of each rank.
 
     Args:
         out: the folder of the run.
         ranks: all ranks, which create this together.
-
-    Attributes:
-        copies: for each copy, the hosts that have the part of a rank.
     """
 
     def __init__(self, out: Path, ranks: Ranks):
         self._ranks = ranks
         self._folder = memory_copies.folder_of(out)
         self._hosts: list[str] = ranks.all(memory_copies.host_name())
-        first = self._hosts.index(self._hosts[ranks.rank]) == ranks.rank
-        mine = memory_copies.list_parts(self._folder) if first else []
+
+    @property
+    def is_first_of_host(self) -> bool:
+        """Whether no rank before this one is on its host."""
+        return self._hosts.index(self._hosts[self._ranks.rank]) == self._ranks.rank
+
+
+class _Held(HostMemory):
+    """The parts of copies that the hosts of this start have.
+
+    Attributes:
+        copies: for each copy, the hosts that have the part of a rank.
+    """
+
+    def __init__(self, out: Path, ranks: Ranks):
+        super().__init__(out, ranks)
+        mine = memory_copies.list_parts(self._folder) if self.is_first_of_host else []
         self.copies = _by_copy(zip(self._hosts, ranks.all(mine), strict=True))
 
     def make_checkpoint(self, copy: Copy, checkpoints: Path) -> str | None:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
-from mst_scale.comm import logger
+from mst_scale.comm.messages import logger, quiet
 from mst_scale.pretrain.resume import last_start
 from mst_scale.pretrain.start import output_folder, parse_arguments, read_experiment
 from mst_scale.run_logging.run_file import DIVERGED, FINISHED, PAUSED, STOPPED
@@ -24,15 +24,12 @@ def folder_of(argv: Sequence[str]) -> Path | None:
     Returns:
         The folder; None if they ask for help, or are wrong, which the ranks say.
     """
-    before, logger.disabled = logger.disabled, True
     try:
-        with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+        with quiet(), contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
             args = parse_arguments(list(argv))
             return Path(args.out) if args.out else output_folder(args, read_experiment(args))
     except (SystemExit, Exception):
         return None
-    finally:
-        logger.disabled = before
 
 
 def outcome(code: int, out: Path | None) -> Literal["done", "stop", "again"]:

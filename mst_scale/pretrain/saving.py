@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 from mst_scale import comm, zero_shards
@@ -19,6 +18,7 @@ from mst_scale.checkpoints.neighbors import Ring
 from mst_scale.checkpoints.reshape import make_dense
 from mst_scale.comm import ParallelDims, Ranks, logger
 from mst_scale.config import TrainingConfig
+from mst_scale.pretrain.from_memory import HostMemory
 from mst_scale.pretrain.prepare import Prepared
 
 
@@ -190,23 +190,13 @@ class Saves:
         self._failed(step, str(error) if isinstance(error, OSError) else "elsewhere")
 
 
-class _Memory:
-    """The copies in memory that this host has of a run.
-
-    Args:
-        out: the folder of the run.
-        ranks: all ranks.
-    """
-
-    def __init__(self, out: Path, ranks: Ranks):
-        self._ranks = ranks
-        self._folder = memory_copies.folder_of(out)
-        self._hosts: list[str] = ranks.all(memory_copies.host_name())
+class _Memory(HostMemory):
+    """The copies in memory that this host has of a run."""
 
     def clear(self) -> None:
         """Remove them, on all ranks together."""
         self._ranks.any(False)  # none is being written or read
-        if self._hosts.index(self._hosts[self._ranks.rank]) == self._ranks.rank:
+        if self.is_first_of_host:
             memory_copies.clear(self._folder)
         self._ranks.any(False)
 

@@ -92,9 +92,7 @@ def _main(argv: list[str] | None, watch: Watch) -> None:
 
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     """Parse the options of `mst_scale.pretrain` (default: those of the command line)."""
-    parser = Parser(
-        prog="mst_scale.pretrain", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = Parser(prog="mst_scale.pretrain", description=__doc__)
     add = parser.add_argument
     add(
         "--deepspeed_config", required=True, metavar="C",

@@ -227,12 +227,10 @@ def _block(values: Tensor, zeros: Tensor, u: Tensor, ease: Tensor, amount: Amoun
     return values, errors
 
 
-MAGNITUDE = PruningMethod(title="magnitude", prune=_magnitude, spread=True)
-WANDA = PruningMethod("Wanda (Sun et al. 2023, arXiv 2306.11695)", _wanda, of_inputs=_squares, within="each row")
-SPARSEGPT = PruningMethod(
-    title="SparseGPT (Frantar and Alistarh 2023, arXiv 2301.00774)",
-    prune=sparsegpt,
-    of_inputs=products,
-    within=f"each {BLOCK} inputs",
-)
-METHODS: dict[str, PruningMethod] = {"magnitude": MAGNITUDE, "wanda": WANDA, "sparsegpt": SPARSEGPT}
+METHODS = {
+    "magnitude": PruningMethod("magnitude", _magnitude, spread=True),
+    "wanda": PruningMethod("Wanda (Sun et al. 2023, arXiv 2306.11695)", _wanda, _squares, within="each row"),
+    "sparsegpt": PruningMethod(
+        "SparseGPT (Frantar and Alistarh 2023, arXiv 2301.00774)", sparsegpt, products, within=f"each {BLOCK} inputs"
+    ),
+}

@@ -7,8 +7,7 @@ import json
 import random
 from pathlib import Path
 
-from mst_scale.data.opening import open_source
-from mst_scale.data.prepare import prepare
+from mst_scale.data.prepare import open_source, prepare
 from mst_scale.data.recipe import Recipe
 from mst_scale.data.sources import VAL
 

@@ -49,7 +49,7 @@ def tasks_of_a_run(tmp_path):
     (tmp_path / "tasks" / "lambada.txt").write_text("return the last word\n")
     (tmp_path / "tasks" / "ptb.txt").write_text("def f(self): return self.x\n")
     experiment = start.read_experiment(start.parse_arguments(arguments(tmp_path, 1)))
-    alone = SimpleNamespace(first=True, rank=0, world_size=1, on_first=lambda what: what())
+    alone = SimpleNamespace(first=True, rank=0, world_size=1, on_first=lambda what: what(), all=lambda mine: [mine])
     tasks = TasksDuringTraining(experiment, tmp_path, 2, alone)
     tasks.read()
     return tasks, experiment
