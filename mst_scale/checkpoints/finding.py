@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 from mst_scale.checkpoint_folders import tag_in
@@ -47,6 +48,10 @@ def locate(path: Path) -> Path:
     """Return the checkpoint that a path refers to: itself, or the latest complete one of the run in this folder.
 
     The run may be one of `pretrain`, Trainer, Accelerate or your own training loop.
+
+    Raises:
+        UserError: if there is no checkpoint.
+        Damaged: if all of them are damaged, or this is an exported folder whose config.json is.
     """
     if path.name.endswith(PARTIAL):
         raise UserError(f"{path} is an unfinished save: choose another checkpoint")
@@ -66,10 +71,28 @@ def locate(path: Path) -> Path:
     for place in dict.fromkeys((path, folder)):
         if (other := of_other_loops(place)) is not None:
             return other
+    _check_exported(path)
     raise UserError(
         f"{path} contains no checkpoint: give the folder of a run, one of its checkpoints/step…, or a folder "
         "written by Trainer, Accelerate or engine.save_checkpoint"
     )
+
+
+def _check_exported(folder: Path) -> None:
+    """Raise Damaged if this is an exported model that is only not recognized because of its config.json."""
+    if not any(folder.glob("*.safetensors")):
+        return
+    path = folder / "config.json"
+    try:
+        raw = json.loads(path.read_bytes())
+        if isinstance(raw, dict) and "model_type" in raw:
+            return
+        problem = "it has no model_type"
+    except FileNotFoundError:
+        problem = "it is missing"
+    except (ValueError, RecursionError) as error:
+        problem = f"it is not JSON: {error}"
+    raise Damaged(f"{path} is damaged ({problem}): export the run again with mst export, or copy this file again")
 
 
 def of_other_loops(folder: Path) -> Path | None:

@@ -183,6 +183,25 @@ def test_models_that_generate_no_text_are_one_line(tmp_path: Path, run: Path, ca
         assert len(err.splitlines()) == 1, err
 
 
+DAMAGED = [b"", b"{", b"\xff\xfe", b"[]", b"{}", None]
+
+
+@pytest.mark.parametrize("content", DAMAGED)
+def test_a_damaged_config_of_an_exported_folder_is_named(tmp_path: Path, run: Path, content: bytes | None, capsys):
+    export(run, tmp_path / "hf")
+    file = tmp_path / "hf" / "config.json"
+    file.unlink()
+    if content is not None:
+        file.write_bytes(content)
+    documents = ["--tasks", "lambada", "--data-dir", str(tmp_path)]
+    (tmp_path / "lambada.txt").write_text("the cat sat on the mat\n")
+    for words in (["generate", str(file.parent), "--prompt", "a"], ["eval", str(file.parent), *documents]):
+        capsys.readouterr()
+        assert cli.main(words) == 1
+        err = capsys.readouterr().err
+        assert len(err.splitlines()) == 1 and f"{file} is damaged" in err and "mst export" in err
+
+
 def test_a_bert_predicts_no_next_token(tmp_path: Path):
     from mst_scale.config import ModelConfig
     from mst_scale.models import build
