@@ -222,10 +222,12 @@ class SparsityConfig:
                 position += length
                 end = max(math.floor(position + 0.5), begin + 1)  # round half up; at least one step
             if math.floor(position + 0.5) > total:
-                names = ", ".join(name for name, length in stated if length)
+                names = [name for name in DURATIONS[self.variation] if name != "turn" and getattr(self, name)]
+                *first, last = (f"mst.sparsity.{name} = {getattr(self, name):g}" for name in names)
                 raise UserError(
-                    f"phases {names} do not fit in {total} steps: shorten them, give them as fractions of the run "
-                    "(floats at most 1.0), or lengthen the run"
+                    f"{', '.join(first)}{' and ' * bool(first)}{last} do not fit in {total} steps: shorten them (those "
+                    "that the config does not state are the method's), give them as fractions of the run (floats at "
+                    "most 1.0), or lengthen the run"
                 )
             end = min(end, total)
             if end > begin:

@@ -246,6 +246,12 @@ def test_phases_of_each_pattern(pattern: str, phases: list[str]):
         ({"interval": 0}, "mst.topology.interval"),
         ({"variation": "acdc", "turn": 0}, "turn must be above 0"),
         ({"warmup": 400}, "do not fit in 300 steps"),
+        (
+            {"variation": "gmp", "start": 0.25, "warmup": 0.9},
+            r"mst\.sparsity\.start = 0\.25 and mst\.sparsity\.warmup = 0\.9 do not fit in 300 steps",
+        ),
+        ({"variation": "gmp", "start": 0, "warmup": 400}, r"^mst\.sparsity\.warmup = 400 do not fit"),
+        ({"variation": "acdc", "warmup": 0.9, "ultra": 0.7}, r"warmup = 0\.9 and mst\.sparsity\.ultra = 0\.7 do"),
     ],
 )
 def test_invalid_values_are_rejected(changes: dict, message: str):
