@@ -6,8 +6,8 @@ import pytest
 import torch
 
 import mst_scale
-from tests.ranks.engine.test_weight_functions import TURN, advance, batch, config, model, weights
 from tests.support import pool
+from tests.support.function_runs import TURN, advance, batch, config, model, weights
 from tests.support.toys import allow_fp16
 
 

@@ -10,94 +10,22 @@ import torch
 import mst_scale
 from mst_scale.checkpoints.multiplied import multiplied_weights_of
 from mst_scale.config import load
-from mst_scale.config.blocks import ModelConfig
 from mst_scale.flops.ledger import forecast
 from mst_scale.methods import METHODS, Method, NoOptions, WeightFunction, register
-from mst_scale.models.gpt import GPT
 from tests.support import pool
-from tests.support.cut_sequences import BATCH, mesh_of, mine
+from tests.support.function_runs import SHAPE, STEPS, TURN, advance, batch, config, model, plain, weights
 from tests.support.toy_engine import mst_config, train, watched
-from tests.support.toys import allow_fp16, deepspeed_config, toy, toy_batch
+from tests.support.toys import toy, toy_batch
 
 pytestmark = pytest.mark.full
 
 FUNCTIONS = [name for name, method in METHODS.items() if method.function]
-SHAPE = {"n_layer": 1, "n_head": 2, "n_embd": 32, "seq_length": 16, "vocab_size": 64}
-STEPS, TURN = 8, 6
-
-
-def config(name: str, stage: int, world: int, precision: str = "fp32", accumulation: int = 1, **mst) -> dict:
-    raw = deepspeed_config(stage, world, precision, accumulation)
-    raw["train_micro_batch_size_per_gpu"] = 4 // world // accumulation
-    raw["train_batch_size"] = 4
-    raw["training"] = {"steps": STEPS, "seed": 3}
-    variation = {"variation": "sd", "warmup": 2, "ultra": TURN - 2, "max": 0.5} if name != "powerprop" else {}
-    raw["mst"] = {"method": name, "sparsity": variation, **mst}
-    return raw
-
-
-def model() -> GPT:
-    torch.manual_seed(5)
-    return GPT(ModelConfig(**SHAPE))
-
-
-def batch(step: int, rank: int, world: int):
-    tokens = torch.randint(64, (4, 17), generator=torch.Generator().manual_seed(step))
-    mine = tokens[rank * 4 // world : (rank + 1) * 4 // world]
-    return mine[:, :-1].contiguous(), mine[:, 1:].contiguous()
-
-
-def advance(engine, rank: int, world: int, first: int, last: int) -> list[float]:
-    losses = []
-    for step in range(first, last):
-        total, parts = torch.zeros(()), engine.gradient_accumulation_steps()
-        for part in range(parts):
-            loss = engine(*batch(step, rank * parts + part, world * parts))
-            engine.backward(loss)
-            engine.step()
-            total += loss.detach().float() / parts
-        torch.distributed.all_reduce(total)
-        losses.append(float(total) / world)
-    return losses
 
 
 def trained(rank: int, world: int, name: str, stage: int, **mst):
     engine, *_ = mst_scale.initialize(model=model(), config=config(name, stage, world, **mst))
     losses = advance(engine, rank, world, 0, STEPS)
     return losses, engine.mst.sparsity
-
-
-def plain(rank: int, world: int, name: str, options: dict):
-    """The same training without an engine: torch's AdamW on what is stored, the function called by hand."""
-    experiment = load(config(name, 0, 1, options=options))
-    function, learner = experiment.mst.function, model()
-    names = [n for n, p in learner.named_parameters() if p.dim() == 2 and "blocks" in n]
-    from mst_scale.mixed_growing.distribution import active_counts
-
-    parameters = dict(learner.named_parameters())
-    sparsity = 0.0 if name == "powerprop" else 0.5
-    counts = active_counts([tuple(parameters[n].shape) for n in names], sparsity, "erdos-renyi")
-    kept, scales = dict(zip(names, counts, strict=True)), {}
-    with torch.no_grad():
-        for n in names:
-            stored, scales[n] = function.begin(parameters[n].detach())
-            parameters[n].copy_(stored)
-    groups = [
-        {"params": list(parameters.values()), "lr": 1e-2, "betas": (0.9, 0.95), "weight_decay": 0.1, "eps": 1e-8},
-    ]
-    optimizer, losses = torch.optim.AdamW(groups), []
-    for step in range(TURN):
-        weights = {n: function.weight(parameters[n], kept[n], scales[n]) for n in names}
-        loss = torch.func.functional_call(learner, weights, batch(step, 0, 1))
-        optimizer.zero_grad()
-        loss.backward()
-        for n in names:
-            pull = function.pull(parameters[n].detach(), kept[n], scales[n])
-            parameters[n].grad += 0 if pull is None else pull
-        torch.nn.utils.clip_grad_norm_(list(parameters.values()), 1.0)
-        optimizer.step()
-        losses.append(float(loss.detach()))
-    return losses
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
@@ -127,103 +55,6 @@ def test_a_run_turns_dense_with_any_sub_groups_of_zero_3(world):
     for size, matrices_first in ((100, True), (10**9, False)):
         for losses, expected in zip(pool.run(trained_in_subgroups, world, size, matrices_first), whole, strict=True):
             assert losses == pytest.approx(expected, rel=2e-4)
-
-
-PULLS = [("sr-ste", {"decay": 1.0}), ("top-kast", {"penalty": 0.2})]
-
-
-def trained_in_parts(rank: int, world: int, how: tuple[str, int, str, int], options: dict):
-    name, stage, precision, accumulation = how
-    if precision == "fp16":
-        allow_fp16()
-    raw = config(name, stage, world, precision, accumulation, options=options)
-    engine, *_ = mst_scale.initialize(model=model(), config=raw)
-    return advance(engine, rank, world, 0, TURN)
-
-
-@pytest.mark.parametrize(("name", "options"), PULLS)
-def test_what_pulls_at_weights_does_so_once_a_step(name, options):
-    """Whatever the micro-batches, the ranks and the scale of the loss."""
-    ((by_hand,), (without,)) = (pool.run(plain, 1, name, of) for of in (options, {}))
-    assert max(abs(a - b) for a, b in zip(by_hand, without, strict=True)) > 5e-3, "it would be seen"
-    for stage, world, accumulation in ((0, 1, 4), (1, 2, 2), (2, 2, 2), (3, 2, 2), (3, 2, 1)):
-        for losses in pool.run(trained_in_parts, world, (name, stage, "fp32", accumulation), options):
-            assert losses == pytest.approx(by_hand, rel=2e-4), (stage, world, accumulation)
-    for losses in pool.run(trained_in_parts, 2, (name, 2, "fp16", 2), options):
-        assert losses == pytest.approx(by_hand, rel=2e-3)
-
-
-def with_fewer_micro_batches(rank: int, world: int, name: str, options: dict):
-    """Two of four micro-batches, and a step of two with half of their loss: DeepSpeed divides by the usual number."""
-    found = []
-    for accumulation, factor in ((4, 1.0), (2, 0.5)):
-        raw = config(name, 1, world, "fp32", accumulation, options=options)
-        raw["train_micro_batch_size_per_gpu"], raw["train_batch_size"] = 1, accumulation * world
-        engine, *_ = mst_scale.initialize(model=model(), config=raw)
-        for step in range(TURN - 2):
-            for part in range(2):
-                engine.set_gradient_accumulation_boundary(part == 1)
-                engine.backward(factor * engine(*batch(step, 2 * rank + part, 4)))
-                engine.step()
-        found.append(weights(engine))
-    return found
-
-
-@pytest.mark.parametrize(("name", "options"), PULLS)
-def test_a_step_of_fewer_micro_batches_is_pulled_once_too(name, options):
-    """Trainer ends an epoch so."""
-    (short, full) = pool.run(with_fewer_micro_batches, 1, name, options)[0]
-    for found, expected in zip(short, full, strict=True):
-        # the pull is added in other parts, and Adam divides by the size of the gradient
-        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
-
-
-class Twice(torch.nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer, self.once, self.head = torch.nn.Linear(32, 32), torch.nn.Linear(32, 32), torch.nn.Linear(32, 1)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.head(self.once(self.layer(self.layer(x)))).mean()
-
-
-def one_step_of_a_weight_used_twice(rank: int, world: int, included: list[str]):
-    raw = config("sr-ste", 1, world, targets={"include": included})
-    engine, *_ = mst_scale.initialize(model=Twice(), config=raw)
-    engine.backward(engine(torch.ones(2, 32)))
-    with pytest.raises(ValueError, match=r"2 backward passes went through layer\.weight in a step of 1") as error:
-        engine.step()
-    return str(error.value)
-
-
-def test_a_weight_that_would_be_pulled_twice_is_refused():
-    (message,) = pool.run(one_step_of_a_weight_used_twice, 1, ["layer.weight", "once.weight"])
-    assert message.endswith("exclude a weight that is not used exactly once per micro-batch with mst.targets.exclude")
-    (message,) = pool.run(one_step_of_a_weight_used_twice, 1, ["layer.weight"])
-    assert message.endswith("set gradient_accumulation_steps to 2"), "which looks like two micro-batches"
-
-
-def one_step_of_more_micro_batches(rank: int, world: int, managed: bool):
-    """Three backward passes in a step, of which the config states two."""
-    raw = config("sr-ste", 2, world, "fp32", 2)
-    raw["train_micro_batch_size_per_gpu"], raw["train_batch_size"] = 1, 2 * world
-    raw["managed_gradient_accumulation"] = managed
-    engine, *_ = mst_scale.initialize(model=model(), config=raw)
-    for part in range(3):
-        if managed:
-            engine.set_gradient_accumulation_boundary(part == 2)
-        engine.backward(engine(*batch(0, part, 4)))
-        if managed and part < 2:
-            engine.step()
-    with pytest.raises(ValueError, match=r"3 backward passes went through .* in a step of 2 micro-batches") as error:
-        engine.step()
-    return str(error.value)
-
-
-@pytest.mark.parametrize("managed", [True, False])
-def test_a_step_of_more_micro_batches_than_stated_names_the_key_that_states_them(managed):
-    (message,) = pool.run(one_step_of_more_micro_batches, 1, managed)
-    assert message.endswith("or, if your loop takes a step after 3, set gradient_accumulation_steps to 3")
 
 
 def on_one_batch(rank: int, world: int, name: str, precision: str):
@@ -277,11 +108,6 @@ def resumed(rank: int, world: int, how: tuple[str, int], folder: str, stop: int)
     return [w.numpy().tobytes() for w in weights(engine)], None
 
 
-def weights(engine):
-    shards = engine.mst.functions.shards
-    return [shards.weight(i).clone() for i in range(len(shards.slices))]
-
-
 @pytest.mark.parametrize("stage", [1, 3])
 @pytest.mark.parametrize("name", ["s-ste", "monarch", "spartan"])
 def test_a_run_that_is_resumed_ends_bit_for_bit_alike_and_its_files_hold_the_weights(name, stage, tmp_path):
@@ -290,7 +116,7 @@ def test_a_run_that_is_resumed_ends_bit_for_bit_alike_and_its_files_hold_the_wei
         folder = tmp_path / str(stop)
         results = pool.run(resumed, 2, (name, stage), str(folder), stop)
         assert [found for found, _ in results] == whole, stop
-        found, dense = multiplied_weights_of(folder / "half"), GPT(ModelConfig(**SHAPE)).eval()
+        found, dense = multiplied_weights_of(folder / "half"), model().eval()
         with torch.no_grad():
             for n, p in dense.named_parameters():
                 p.copy_(found.read(n))
@@ -369,33 +195,6 @@ def test_the_ledger_counts_each_product():
     assert half.mean["paper"].total == pytest.approx(by_hand)
 
 
-# --- parts of sequences ---
-
-
-def on_parts(rank: int, world: int, name: str, stage: int, options: dict):
-    with mesh_of(world) as mesh:
-        raw = config(name, stage, 1, options=options) | {
-            "train_batch_size": BATCH,
-            "train_micro_batch_size_per_gpu": BATCH,
-        }
-        engine, *_ = mst_scale.initialize(model=model(), mpu=mesh, config=raw)
-        losses = []
-        for step in range(STEPS):
-            loss = engine(*mine(mesh, *batch(step, 0, 1)))
-            engine.backward(loss)
-            engine.step()
-            losses.append(float(loss.detach()))
-    return losses
-
-
-@pytest.mark.parametrize(("name", "options"), [("monarch", {}), PULLS[0]])
-@pytest.mark.parametrize("stage", [2, 3])
-def test_on_parts_of_sequences(name, stage, options):
-    (whole,) = pool.run(on_parts, 1, name, stage, options)
-    for losses in pool.run(on_parts, 2, name, stage, options):
-        assert losses == pytest.approx(whole, rel=2e-4)
-
-
 # --- a method of somebody else ---
 
 
@@ -427,10 +226,10 @@ def test_a_method_of_ones_own_needs_nothing_but_itself():
         assert halved[1] != dense[1], "and another path: Adam's step is half as large for what is halved"
 
 
-# --- refusals ---
+# --- what is rejected ---
 
 
-def refused(rank: int, world: int):
+def rejected(rank: int, world: int):
     def said(mst: dict, name: str = "sr-ste", **more) -> str:
         with pytest.raises(ValueError) as caught:
             mst_scale.initialize(model=model(), config={**config(name, 1, world, **mst), **more})
@@ -448,8 +247,8 @@ def refused(rank: int, world: int):
     }
 
 
-def test_refusals():
-    (said,) = pool.run(refused, 1)
+def test_what_does_not_fit_is_rejected():
+    (said,) = pool.run(rejected, 1)
     assert "wte.weight is a tied head" in said["head"]
     assert "mst.sparsity.variation = sv does not work with method sr-ste: choose one of sparse, sd" in said["schedule"]
     assert "unknown key 'mst.options.q'" in said["option"] and "mst.options" in said["value"]
