@@ -80,19 +80,19 @@ def locate(path: Path) -> Path:
 
 def _check_exported(folder: Path) -> None:
     """Raise Damaged if this is an exported model that is only not recognized because of its config.json."""
-    if not any(folder.glob("*.safetensors")):
+    if not any(folder.glob("model*.safetensors")):  # the files that mst export writes
         return
     path = folder / "config.json"
     try:
         raw = json.loads(path.read_bytes())
         if isinstance(raw, dict) and "model_type" in raw:
             return
-        problem = "it has no model_type"
+        problem = "has no model_type"
     except FileNotFoundError:
-        problem = "it is missing"
+        problem = "is missing"
     except (ValueError, RecursionError) as error:
-        problem = f"it is not JSON: {error}"
-    raise Damaged(f"{path} is damaged ({problem}): export the run again with mst export, or copy this file again")
+        problem = f"is not JSON ({error})"
+    raise Damaged(f"{path} {problem}: export the run again with mst export, or copy this file again")
 
 
 def of_other_loops(folder: Path) -> Path | None:

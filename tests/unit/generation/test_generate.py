@@ -199,7 +199,7 @@ def test_a_damaged_config_of_an_exported_folder_is_named(tmp_path: Path, run: Pa
         capsys.readouterr()
         assert cli.main(words) == 1
         err = capsys.readouterr().err
-        assert len(err.splitlines()) == 1 and f"{file} is damaged" in err and "mst export" in err
+        assert len(err.splitlines()) == 1 and str(file) in err and "mst export" in err
 
 
 def test_a_bert_predicts_no_next_token(tmp_path: Path):
