@@ -63,13 +63,20 @@ def profile(state: State, exchange: Exchange) -> dict[str, float]:
     return {stage: round(100 * seconds / whole, 1) for stage, seconds in found.items()}
 
 
-def alternate(runs: Sequence[Run], before: Callable[[], None], rounds: int) -> list[list[float]]:
-    """Milliseconds of the slowest rank, every run in turn; `before` is not timed."""
+def alternate(
+    runs: Sequence[Run], before: Callable[[], None], rounds: int, group: dist.ProcessGroup | None
+) -> list[list[float]]:
+    """Milliseconds of the slowest rank of a group, or of this process alone, every run in turn.
+
+    `before` is not timed.
+    """
 
     def clock(run: Run) -> float:
         before()
-        dist.barrier()
-        return 1e3 * longest(seconds_of(run))
+        if group is None:
+            return 1e3 * seconds_of(run)
+        dist.barrier(group)
+        return 1e3 * longest(seconds_of(run), group)
 
     return in_rounds(runs, rounds, clock)
 
@@ -110,7 +117,7 @@ def measure(rank: int, ranks: int, name: str, rounds: int, threads: int) -> list
     for baseline, run in baselines.items() or [("", None)]:
         runs: list[Callable[[], object]] = [lambda: ours(state, Exchange(group))]
         few = min(rounds, 2)  # for bytes, mostly
-        mine, *theirs = alternate(runs if run is None else [*runs, run], state.restore, rounds if run else few)
+        mine, *theirs = alternate(runs if run is None else [*runs, run], state.restore, rounds if run else few, group)
         if theirs:
             rows.append({**case, **versus(mine, baseline, theirs[0], ends)})
         else:
@@ -135,7 +142,7 @@ def masking(state: State, rounds: int) -> Row:
         for mask, gradient in zip(dead, state.gradients, strict=True):
             gradient.masked_fill_(mask, 0.0)
 
-    mine, theirs = alternate([packed, unpacked], lambda: None, 2 * rounds)
+    mine, theirs = alternate([packed, unpacked], lambda: None, 2 * rounds, None)
     return {"what": "masking the gradients once", **versus(mine, MASKED_FILL, theirs, ends)}
 
 
