@@ -12,8 +12,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from mst_scale.heap import give_back
-from mst_scale.run_logging.record import restart_peak_memory
+from mst_scale.heap import give_back, restart_peak_memory
 
 T = TypeVar("T")
 

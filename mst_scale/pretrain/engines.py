@@ -17,13 +17,14 @@ from mst_scale.config.parallel import sizes_of
 from mst_scale.errors import CorruptedError, DivergedError
 from mst_scale.flops.budgets import shortened
 from mst_scale.flops.ledger import uncounted_flops
+from mst_scale.heap import restart_peak_memory
 from mst_scale.pretrain import elastic, from_memory, resume
 from mst_scale.pretrain.prepare import prepare
 from mst_scale.pretrain.schedules import describe_extension
 from mst_scale.pretrain.training_loop import Left, Run, StopRequest, StorageChanges
 from mst_scale.run_logging.operations import command_of
 from mst_scale.run_logging.progress import Starting
-from mst_scale.run_logging.record import compare_with_baseline, restart_peak_memory
+from mst_scale.run_logging.record import compare_with_baseline
 from mst_scale.run_logging.run_file import FINISHED
 
 

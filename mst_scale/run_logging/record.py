@@ -6,7 +6,6 @@ effects of topology steps on each layer between two rows are added up and writte
 
 from __future__ import annotations
 
-import contextlib
 import io
 import resource
 import sys
@@ -238,14 +237,6 @@ def _format_flops(row: Row) -> str:
 
 def _format_loss(loss: float | None) -> str:
     return "–" if loss is None else f"{loss:.4f}"
-
-
-def restart_peak_memory() -> None:
-    """Start to measure the peak of memory again, for the next engine; where the system cannot, the peak stays."""
-    if torch.cuda.is_available():
-        torch.cuda.reset_peak_memory_stats()
-    with contextlib.suppress(OSError):
-        Path("/proc/self/clear_refs").write_text("5")
 
 
 def _peak_memory() -> int:

@@ -53,12 +53,16 @@ def test_prometheus_reads_the_same_numbers(tmp_path):
 
 def test_the_command_gets_the_event_as_one_word_and_is_not_waited_for(tmp_path):
     script = tmp_path / "note.py"
-    script.write_text("import sys, time; time.sleep(0.2); open(sys.argv[1], 'a').write(sys.argv[2] + '\\n')")
-    out = tmp_path / "said; rm -rf x"
-    operations = Operations(tmp_path, 10, command=command_of(f"{sys.executable} {script} '{out}'"))
-    began = time.monotonic()
+    gate, out = tmp_path / "gate", tmp_path / "said; rm -rf x"
+    script.write_text(
+        "import pathlib, sys, time\n"
+        "end = time.monotonic() + 60\n"
+        "while not pathlib.Path(sys.argv[1]).exists(): time.sleep(0.01); assert time.monotonic() < end\n"
+        "open(sys.argv[2], 'a').write(sys.argv[3] + '\\n')"
+    )
+    operations = Operations(tmp_path, 10, command=command_of(f"{sys.executable} {script} {gate} '{out}'"))
     operations.event("spike", step=3, note="$(touch hostile) `x`")
-    assert time.monotonic() - began < 0.2
+    gate.touch()  # which the command waits for
     for child in operations._children:
         child.wait(20)
     assert json.loads(out.read_text())["note"] == "$(touch hostile) `x`"

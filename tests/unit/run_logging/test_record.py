@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from mst_scale.config.blocks import BaselineConfig
+from mst_scale.heap import restart_peak_memory
 from mst_scale.run_logging import record as module
 from mst_scale.run_logging.record import Record, compare_with_baseline
 
@@ -100,5 +101,5 @@ def test_the_peak_of_memory_can_be_measured_anew():
     high = module._peak_memory()
     del ballast
     assert module._peak_memory() >= high
-    module.restart_peak_memory()
+    restart_peak_memory()
     assert module._peak_memory() < high - 100_000_000
