@@ -20,6 +20,7 @@ put_weights   writes weights and optimizer states into a live engine; makes and 
 handover      hands them from one engine to the next in the same process, and frees the first
 muon          Muon in one place at every stage
 powers        Adam's powers of its betas on a CPU, from the count of updates alone
+backward_passes rejects a backward pass that would replace the gradient of another one
 unused_layers a gradient of zero for parameters that a step does not use, at stage 3 and with offload
 saving        saves that fail together, loads that carry masks, universal checkpoints at every stage
 other_layout  what to do with a checkpoint of other ranks or another stage

@@ -18,6 +18,7 @@ from typing import Any, Protocol
 from torch import Tensor, nn
 
 from mst_scale.zero_shards import (
+    backward_passes,
     compact_marks,
     groups,
     handover,
@@ -163,6 +164,14 @@ HOOKS = (
         "0.19",
         lambda _, follower: follower.follows_steps,
         lambda engine, follower: step.around_model_step(engine, follower.before_step, follower.after_step),
+    ),
+    Hook(
+        "backward passes",
+        "engine._backward_epilogue and _take_model_step, optimizer.clear_backward_seen_flag, zero_grad of both",
+        "a second backward pass replaces the gradient of the first, at stage 3 if no forward pass came in between",
+        "0.19.8",
+        lambda engine, follower: follower.follows_steps and backward_passes.loses_gradients(engine),
+        lambda engine, _: backward_passes.reject_second_pass(engine),
     ),
     Hook(
         "unused layers",

@@ -200,3 +200,70 @@ def steps_without_gradients(rank, world, stage):
 def test_a_step_without_gradients_is_one_line(stage):
     for said in pool.run(steps_without_gradients, 2, stage):
         assert all("engine.step() was called without gradients" in text for text in said)
+
+
+# --- several backward passes before a step ---
+
+
+def with_two_passes(rank, world, stage, style, more):
+    """Two losses in a step: in one backward pass, in two, or the first one left out."""
+    engine, *_ = mst_scale.initialize(model=toy(), config=rigl(stage, world, **more))
+    for step in range(4):
+
+        def loss(k, step=step):
+            return engine(*toy_batch(step, 2 * k + rank))
+
+        if style == "one":
+            engine.backward(loss(0) + loss(1))
+        elif style == "forward passes first":
+            for each in [loss(0), loss(1)]:
+                engine.backward(each)
+        elif style == "directly":
+            for k in range(2):
+                engine.scale(loss(k)).backward()
+        else:
+            if style == "before the boundary":
+                engine.set_gradient_accumulation_boundary(False)
+            engine.backward(loss(0))
+            if style == "left out":
+                engine.zero_grad()
+                engine.optimizer.zero_grad()
+            if style == "before the boundary":
+                engine.set_gradient_accumulation_boundary(True)
+            engine.backward(loss(1))
+        engine.step()
+    return state_of(engine, world)
+
+
+REPLACED = [
+    *((stage, style, more) for stage in (1, 2) for style in ("in turn", "directly") for more in ({}, OFFLOAD)),
+    (3, "forward passes first", {}),
+    (3, "forward passes first", OFFLOAD),
+]
+
+
+@pytest.mark.parametrize(("stage", "style", "more"), REPLACED)
+def test_a_backward_pass_that_would_replace_the_one_before_is_rejected(stage, style, more):
+    said = rf"a second backward pass came before engine.step\(\), and ZeRO stage {stage}"
+    with pytest.raises(pool.RankError, match=said):
+        pool.run(with_two_passes, 2, stage, style, more)
+
+
+ADDED = [
+    (0, "in turn", {}),
+    (0, "forward passes first", {}),
+    (1, "before the boundary", {}),
+    (2, "before the boundary", {}),
+    (2, "before the boundary", OFFLOAD),
+    (3, "before the boundary", {}),
+    (3, "in turn", {}),
+]
+
+
+@pytest.mark.parametrize(("stage", "style", "more"), ADDED)
+def test_the_gradients_of_other_backward_passes_are_added_up(stage, style, more):
+    (masks, values), (found, others), (different, _) = (
+        pool.run(with_two_passes, 2, stage, *case)[0] for case in (("one", more), (style, more), ("left out", more))
+    )
+    assert found == masks != different
+    torch.testing.assert_close(others, values, rtol=1e-4, atol=1e-5)

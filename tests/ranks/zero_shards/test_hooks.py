@@ -27,8 +27,9 @@ def of(model, stage, world, precision="fp32", **extra):
 def test_the_list_is_in_order_and_for_this_deepspeed():
     assert [hook.name for hook in HOOKS] == [
         "plain step", "norm in float64", "plain loss", "powers of beta", "parts of sequences",
-        "handover", "universal checkpoints", "step", "unused layers", "before update", "held update", "muon's dtype",
-        "muon", "update", "earlier saves", "checkpoints", "weights alone", "consolidated weights", "layout", "loading",
+        "handover", "universal checkpoints", "step", "backward passes", "unused layers", "before update", "held update",
+        "muon's dtype", "muon", "update", "earlier saves", "checkpoints", "weights alone", "consolidated weights",
+        "layout", "loading",
     ]  # fmt: skip
     first, below = map(Version, start.SUPPORTED_DEEPSPEED)
     for hook in HOOKS:
@@ -75,7 +76,7 @@ DENSE = ["handover", "universal checkpoints", "earlier saves", "weights alone"]
     [
         (0, "fp32", "dense", ["plain step", "powers of beta", *DENSE]),
         (0, "fp16", "mst", ["plain loss", "powers of beta", *SPARSE]),
-        (2, "bf16", "mst", ["powers of beta", *SPARSE]),
+        (2, "bf16", "mst", ["powers of beta", *SPARSE[:3], "backward passes", *SPARSE[3:]]),
     ],
 )
 def test_which_hooks_an_engine_gets(stage, precision, method, names):
@@ -187,6 +188,27 @@ def test_step_and_update(stage):
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_no_update_after_an_overflow(stage):
     assert pool.run(order_of_events, 1, stage, 1, True) == [["before", "after"]]
+
+
+def of_two_passes(rank, world, stage, offload, apart):
+    """The gradient's norm after two backward passes before a step, and that of the second one alone."""
+    zero = {"stage": stage, "offload_optimizer": {"device": "cpu"}} if offload else {"stage": stage}
+    norms = []
+    for passes in ((0, 1), (1,)):
+        engine = of(toy(), stage, world, zero_optimization=zero)
+        losses = [] if apart else [engine(*toy_batch(0, position)) for position in passes]
+        for i, position in enumerate(passes):
+            engine.backward(engine(*toy_batch(0, position)) if apart else losses[i])
+        engine.step()
+        norms.append(float(engine.get_global_grad_norm()))
+    return norms
+
+
+@pytest.mark.parametrize("apart", [True, False], ids=["forward passes in turn", "forward passes first"])
+@pytest.mark.parametrize(("stage", "offload"), [(1, False), (2, False), (2, True), (3, False)])
+def test_backward_passes(stage, offload, apart):
+    both, second = pool.run(of_two_passes, 1, stage, offload, apart)[0]
+    assert (both == second) == (stage < 3 or not apart), "the second pass replaces the first"
 
 
 def kernels_of(rank, world, offload):
