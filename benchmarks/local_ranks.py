@@ -15,18 +15,22 @@ def run_on(ranks: int, work: Callable[..., Any], *arguments: Any) -> Any:
     """What `work(*arguments)` returns on rank 0. It finds its place in the environment, as under a launcher."""
     from mst_scale.comm import free_port
 
-    results = mp.get_context("spawn").SimpleQueue()
+    context = mp.get_context("spawn")
+    results, errors, finished = context.SimpleQueue(), context.SimpleQueue(), context.Barrier(ranks)
     try:
-        mp.spawn(_rank, (ranks, free_port(), work, arguments, results), nprocs=ranks)
+        mp.spawn(_rank, (free_port(), work, arguments, results, errors, finished), nprocs=ranks)
     except mp.ProcessExitedException:
-        if results.empty():
+        if errors.empty():
             raise
-        code, said = results.get()  # by the rank that found it
+        code, said = errors.get()  # by the rank that found it
         raise (UserError if code == 2 else OSError)(said) from None
     return results.get()
 
 
-def _rank(rank: int, ranks: int, port: int, work: Callable[..., Any], arguments: Any, results: Any) -> None:  # noqa: PLR0917
+def _rank(  # noqa: PLR0917
+    rank: int, port: int, work: Callable[..., Any], arguments: Any, results: Any, errors: Any, finished: Any
+) -> None:
+    ranks = finished.parties
     os.environ.update(
         RANK=str(rank),
         LOCAL_RANK=str(rank),
@@ -45,7 +49,9 @@ def _rank(rank: int, ranks: int, port: int, work: Callable[..., Any], arguments:
     except Exception as error:
         if not comm.is_plain(error):
             raise
-        results.put((comm.exit_code(error), str(error)))
+        errors.put((comm.exit_code(error), str(error)))
         raise SystemExit(comm.exit_code(error)) from None
     if rank == 0:
         results.put(found)
+    finished.wait()  # another rank may still be in the last collective
+    comm.leave(0)
