@@ -5,7 +5,7 @@ Gradients are counted at the start of an optimizer step, because stages 0 to 2 f
 DeepSpeed's comms_logger counts the same bytes, but waits for the device after each call. Here each method of its
 backend that sends is wrapped once per process, at next to no cost. As in the comms_logger, a reduction counts the
 tensor once, a gather counts this rank's part, and a scatter counts the whole tensor; how often the backend's algorithm
-sends each byte is not considered.
+sends each byte is not considered. Unlike there, collectives of a group of one rank count 0, because nothing is sent.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from deepspeed.comm import comm as deepspeed_comm
 
 from mst_scale.zero_shards.step import base_optimizer, master_weights
@@ -118,7 +119,10 @@ def comm_bytes() -> CommBytes:
 def _counted(send: Any, position: int, keyword: str, counter: CommBytes) -> Any:
     @functools.wraps(send)
     def call(*args: Any, **kwargs: Any) -> Any:
-        counter.add(args[position] if position < len(args) else kwargs.get(keyword))
+        # by its type: DeepSpeed passes the group at another position to each method
+        group = next((one for one in (*args, *kwargs.values()) if isinstance(one, dist.ProcessGroup)), None)
+        if dist.get_world_size(group) > 1:
+            counter.add(args[position] if position < len(args) else kwargs.get(keyword))
         return send(*args, **kwargs)
 
     return call

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from deepspeed.pipe import PipelineModule
 from torch import Tensor, nn
 
 from mst_scale.zero_shards import (
@@ -258,7 +259,7 @@ HOOKS = (
         "engine.save_checkpoint and engine.load_checkpoint",
         "its files do not say which part of which parameter of the whole model a slice or stage holds",
         "0.19",
-        lambda engine, _: groups.is_cut_up(engine),
+        lambda engine, _: groups.is_cut_up(engine) or isinstance(engine.module, PipelineModule),
         _carry_layout,
     ),
     Hook(

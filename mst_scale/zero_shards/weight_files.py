@@ -42,7 +42,8 @@ from mst_scale.zero_shards.put_weights import FP32
 
 State = Any  # what a checkpoint's file unpickles to
 Find = Callable[[State], torch.Tensor]
-LAYER_FILE = re.compile(r"^layer_\d+-model_(\d+)-model_states\.pt$")
+# of a layer and slice; without a number of the slice if the pipeline's topology has no axis "model"
+LAYER_FILE = re.compile(r"^layer_\d+(?:-model_(\d+))?-model_states\.pt$")
 
 
 @dataclass(frozen=True)
@@ -342,14 +343,15 @@ def _held(path: Path, state: State, layout: Layout | None) -> dict[str, tuple[Pa
         return {name: (path, partial(_of_module, name)) for name in names}
     if layout is None:
         raise UserError(f"{path} has no weights and does not say which layers they belong to: save it again")
-    slices = {int(found[1]) for other in path.parent.iterdir() if (found := LAYER_FILE.search(other.name))}
-    if not slices:
+    found = [match[1] for other in path.parent.iterdir() if (match := LAYER_FILE.search(other.name))]
+    slices = [int(number) for number in found if number is not None]
+    if not found:
         raise Damaged(f"{path.parent} has none of its layer files (layer_*-model_states.pt): copy it again")
+    of_slice = f"-model_{_model_rank(path) % (max(slices) + 1):02d}" if slices else ""
     held: dict[str, tuple[Path, Find]] = {}
     for name in layout.table:
         layer, own = layout.layer(name)
-        file = path.with_name(f"layer_{layer:02d}-model_{_model_rank(path) % (max(slices) + 1):02d}-model_states.pt")
-        held[name] = file, itemgetter(own)
+        held[name] = path.with_name(f"layer_{layer:02d}{of_slice}-model_states.pt"), itemgetter(own)
     return held
 
 

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
+from mst_scale.checkpoints import finding
+from mst_scale.checkpoints.reshape import reshape
+from mst_scale.zero_shards.weight_files import weights_of
 from tests.support.layouts import Layout, Recipe, config, give_gradients, whole_masks
 from tests.support.pool import run
 
@@ -53,3 +57,36 @@ def test_two_stages_have_the_masks_of_one(stage: int):
     for found in run(trained, 2, 2, stage):
         assert found[1] == masks and found[2] == densities
         assert found[0] == pytest.approx(losses, rel=1e-5)
+
+
+def saved(rank: int, world: int, stage: int, out: Path) -> dict[str, torch.Tensor]:
+    """Save a pipeline with a stage for each rank; return the weights of this rank's."""
+    import deepspeed
+
+    import mst_scale
+
+    deepspeed.init_distributed(verbose=False)
+    raw = config(Layout(stage=stage), Recipe(of=12, deepspeed={"gradient_clipping": 0.0}))
+    raw["mst"]["attention"] = {"pattern": "dense"}
+    engine: Any = mst_scale.initialize(model=stack(world), config=raw)[0]
+    give_gradients(engine)
+    generator = torch.Generator().manual_seed(0)
+    engine.train_batch(iter([tuple(torch.randn(2, WIDTH, generator=generator) for _ in range(2)) for _ in range(4)]))
+    engine.save_checkpoint(str(out))
+    weights = {name: p.detach().float().clone() for name, p in engine.module.named_parameters()}
+    engine.destroy()
+    return weights
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+@pytest.mark.parametrize("stage", [0, 1])
+def test_checkpoints_can_be_read_and_converted(stage: int, stages: int, tmp_path: Path):
+    expected = {}
+    for weights in run(saved, stages, stage, tmp_path / "run"):
+        expected |= weights
+    reshape(finding.locate(tmp_path / "run"), tmp_path / "copy")
+    for folder in (finding.locate(tmp_path / "run"), tmp_path / "copy"):
+        found = weights_of(folder)
+        assert found.shapes.keys() == expected.keys() and len(expected) == 8
+        for name, weight in expected.items():
+            assert torch.equal(found.read(name), weight)

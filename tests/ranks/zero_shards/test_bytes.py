@@ -83,6 +83,7 @@ def test_bytes_of_an_offloaded_optimizer():
 
 
 def seconds_of_a_count(rank, world):
+    ds_comm.init_distributed(verbose=False)
     counter = zero_shards.comm_bytes()
     assert zero_shards.comm_bytes() is counter, "the backend is wrapped once"
     tensor = torch.ones(10)
@@ -94,3 +95,27 @@ def seconds_of_a_count(rank, world):
 
 def test_counting_takes_microseconds():
     assert max(pool.run(seconds_of_a_count, 2)) < 20e-6
+
+
+def counted_by_group_size(rank, world):
+    ds_comm.init_distributed(verbose=False)
+    counter = zero_shards.comm_bytes()
+    alone = [torch.distributed.new_group([one]) for one in range(world)][rank]
+    tensor, parts, counts = torch.ones(10), torch.ones(10 * world), []
+    for call in (
+        lambda: ds_comm.all_reduce(tensor),
+        lambda: ds_comm.all_reduce(tensor, group=alone),
+        lambda: ds_comm.broadcast(tensor, rank, group=alone),
+        lambda: ds_comm.all_gather_into_tensor(parts, tensor),
+        lambda: ds_comm.all_gather_into_tensor(torch.ones(10), tensor, group=alone),
+    ):
+        before = counter.total
+        call()
+        counts.append(counter.total - before)
+    return counts
+
+
+@pytest.mark.parametrize(("world", "bytes_sent"), [(1, 0), (2, 40)])
+def test_a_group_of_one_rank_sends_nothing(world, bytes_sent):
+    for counts in pool.run(counted_by_group_size, world):
+        assert counts == [bytes_sent, 0, 0, bytes_sent, 0]
