@@ -10,11 +10,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
+from torch import nn
 
 from mst_scale import zero_shards
 from mst_scale.comm import logger
 from mst_scale.config import Experiment, ModelConfig, states
+from mst_scale.engine.targets import head_of
 
 
 def with_durations(
@@ -63,8 +64,13 @@ def unlimited(experiment: Experiment) -> Experiment:
     return replace(experiment, mst=replace(experiment.mst, sparsity=sparsity))
 
 
-def whole_size(model: torch.nn.Module, is_part: bool) -> int | None:
-    """Return the number of parameters of a model, which ZeRO-3 may have partitioned; None for a part of a model."""
+def whole_size(model: nn.Module, is_part: bool) -> int | None:
+    """Return the number of parameters of a model, which ZeRO-3 may have partitioned; None for a part of a model.
+
+    As in `ModelConfig.weights`, a head that does not share the embedding's weight is not counted.
+    """
     if is_part:
         return None
-    return sum(int(getattr(p, "ds_numel", p.numel())) for p in model.parameters())
+    head = head_of(model)
+    tied = any(module.weight is head for module in model.modules() if isinstance(module, nn.Embedding))
+    return sum(int(getattr(p, "ds_numel", p.numel())) for p in model.parameters() if tied or p is not head)

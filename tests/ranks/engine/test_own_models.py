@@ -17,12 +17,20 @@ from tests.support import pool
 from tests.support.toys import deepspeed_config, toy, toy_batch
 
 
-def hugging_face():
+def hugging_face(**changes):
     from transformers import GPT2Config, GPT2LMHeadModel
 
     torch.manual_seed(0)
     config = GPT2Config(
-        n_layer=2, n_head=2, n_embd=32, n_positions=16, vocab_size=64, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0
+        n_layer=2,
+        n_head=2,
+        n_embd=32,
+        n_positions=16,
+        vocab_size=64,
+        resid_pdrop=0,
+        embd_pdrop=0,
+        attn_pdrop=0,
+        **changes,
     )
     return GPT2LMHeadModel(config)  # fmt: skip
 
@@ -62,6 +70,9 @@ def token_limits(rank, world):
     size = sum(p.numel() for p in hugging_face().parameters())
     shape = ModelConfig(n_layer=1, n_head=2, n_embd=16, seq_length=16, vocab_size=64)
     stated = ends(hugging_face(), model={"seq_length": 8})
+    untied = hugging_face(tie_word_embeddings=False)
+    assert sum(p.numel() for p in untied.parameters()) > size
+    assert ends(untied, model={"seq_length": 8}) == stated, "an untied head does not count"
     return size, stated, (ends(GPT(shape)), shape.weights), ends(hugging_face())
 
 
