@@ -109,7 +109,7 @@ def drawn(name: str, reference: str, found: Sequence[Difference]) -> Plot:
             axes.plot([one.mean], [row], "o", color=theme.series[0], markerfacecolor=face, markersize=6)
         axes.set_yticks(range(len(ordered)), [one.name for one in ordered])
         axes.set_ylim(-0.7, len(ordered) - 0.3)
-        axes.set_xlabel(f"validation loss − that of {reference} (nats a token)")
+        axes.set_xlabel(f"validation loss − that of {reference} (nats per token)")
         axes.set_title(f"Against {reference}")
 
     caption = (

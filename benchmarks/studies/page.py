@@ -55,7 +55,9 @@ def written(plan: Plan, rows: Mapping[str, Row], data: str, folder: Path, pictur
     parts = [f"# {plan.question}", f"`mst bench study {plan.name}`", f"**Success, as planned:** {plan.success}"]
     if found:
         each = {**_plots(plan, found, others), **against.plots(plan, found)}
-        over_flops, gains, differs = (f"{plan.name}-{name}" for name in ("paper", "multipliers-paper", "against"))
+        over_flops, gains, differs = (
+            f"{plan.name}-{name}" for name in (plan.accounting, f"multipliers-{plan.accounting}", "against")
+        )
         shown = {
             name: picture(each[name][1], folder / name, each[name][0])
             for name in (over_flops, differs if differs in each else gains)
