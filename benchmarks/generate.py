@@ -48,7 +48,7 @@ from mst_scale.mixed_growing import packed_bits
 from mst_scale.models import shapes_of
 
 from .machine import machine
-from .page import Row, command_line, grid, parse, tell, unmeasured, with_range
+from .page import Row, aside, command_line, grid, parse, tell, unmeasured, with_range
 from .timing import versus
 
 PROMPT = 32  # tokens
@@ -360,7 +360,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.memory:
         rows = memory_rows(options)
         return tell(options, rows, memory_table(rows), about)
-    rows = [row for size in options.model for dtype in options.dtype for row in rows_of(size, dtype, options)]
+    with aside():  # transformers imports DeepSpeed
+        rows = [row for size in options.model for dtype in options.dtype for row in rows_of(size, dtype, options)]
     return tell(options, rows, table(rows), about)
 
 
