@@ -96,7 +96,7 @@ def _verify(args: argparse.Namespace) -> int:
         raise UserError("--verify takes a corpus folder and nothing else: mst data --verify DIR")
     folder = Path(args.verify)
     meta = verify(folder)
-    print(json.dumps(meta) if args.json else f"{_summary(folder, meta)}\nall digests agree")
+    print(json.dumps(meta) if args.json else f"{_summary(folder, meta)}\nall checksums match")
     return 0
 
 

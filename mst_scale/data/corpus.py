@@ -195,22 +195,22 @@ def fingerprint(folder: str | Path) -> str:
 
 
 def verify(folder: str | Path) -> dict[str, Any]:
-    """Read a whole corpus, compare it with its digests, and return its meta.json.
+    """Read a whole corpus, compare it with its checksums, and return its meta.json.
 
     Raises:
-        Damaged: if a file differs from its digest.
-        UserError: if there is no meta.json, and so no digest.
+        Damaged: if a file differs from its checksum.
+        UserError: if there is no meta.json, and so no checksum.
     """
     folder = Path(folder)
     if not (folder / META).exists():
         open_tokens(folder)
-        raise UserError(f"{folder} has no meta.json, so there are no digests to compare with")
+        raise UserError(f"{folder} has no meta.json, so there are no checksums to compare with")
     meta = read_meta(folder)
     check_sizes(folder, meta)
     for split in meta["splits"].values():
         if file_digest(folder / split["file"]) != split["sha256"]:
             raise Damaged(
-                f"{folder / split['file']} is damaged: its SHA-256 is not meta.json's; make it again (--force)"
+                f"{folder / split['file']} is damaged: its SHA-256 differs from the one in meta.json; make it again (--force)"
             )
     return meta
 
@@ -220,7 +220,7 @@ def check_sizes(folder: Path, meta: dict[str, Any]) -> None:
     for split in meta["splits"].values():
         path = folder / split["file"]
         if not path.is_file():
-            raise Damaged(f"there is no {path}, which {META} describes; copy it again, or make it again (--force)")
+            raise Damaged(f"there is no {path}, which {META} describes; copy it again, or build the corpus again (--force)")
         _check_size(path, split["tokens"], np.dtype(meta["dtype"]).itemsize)
 
 
