@@ -232,7 +232,8 @@ class TrainingConfig:
     compile: StrictBool = Field(
         default=False,
         description="Compile the model's blocks with torch.compile. Compiling slows down the first steps and those "
-        "after each change of storage; results differ by rounding. In your own loop, call `block.compile()` on each block.",
+        "after each change of storage; results differ by rounding. In your own loop, call `block.compile()` on each "
+        "block.",
     )
     lr_schedule: Literal["cosine", "wsd"] = Field(
         default="cosine", description="`wsd` is constant, then decays linearly. The peak rate is `optimizer.params.lr`."

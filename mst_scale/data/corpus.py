@@ -210,7 +210,7 @@ def verify(folder: str | Path) -> dict[str, Any]:
     for split in meta["splits"].values():
         if file_digest(folder / split["file"]) != split["sha256"]:
             raise Damaged(
-                f"{folder / split['file']} is damaged: its SHA-256 differs from the one in meta.json; make it again (--force)"
+                f"{folder / split['file']} is damaged: its SHA-256 differs from meta.json's; build it again (--force)"
             )
     return meta
 
@@ -220,7 +220,7 @@ def check_sizes(folder: Path, meta: dict[str, Any]) -> None:
     for split in meta["splits"].values():
         path = folder / split["file"]
         if not path.is_file():
-            raise Damaged(f"there is no {path}, which {META} describes; copy it again, or build the corpus again (--force)")
+            raise Damaged(f"there is no {path}, which {META} describes; copy it again, or build it again (--force)")
         _check_size(path, split["tokens"], np.dtype(meta["dtype"]).itemsize)
 
 

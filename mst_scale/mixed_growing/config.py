@@ -78,7 +78,8 @@ class TopologyConfig:
         default=None,
         ge=0,
         le=1,
-        description="R: fraction of the growth that is drawn at random. `null`: the policy's own fraction (0.25 for `mst`).",
+        description="R: fraction of the growth that is drawn at random. `null`: the policy's own fraction (0.25 for "
+        "`mst`).",
     )
     mest_lambda: Annotated[StrictFloat, ZeroOr(1e-12, 1e12, "the gradient has no part in the score")] = Field(
         default=1.0, description="`mest`: weight of the gradient in the pruning score."
@@ -95,7 +96,8 @@ class TopologyConfig:
     grown_moments: Literal["seeded", "active_mean", "zero"] = Field(
         default="seeded",
         description="Adam's second moment of grown weights: `seeded` estimates it from their gradients and those of "
-        "the layer; `active_mean` copies the mean of the layer's active weights and needs no dense gradients; `zero` starts at 0.",
+        "the layer; `active_mean` copies the mean of the layer's active weights and needs no dense gradients; `zero` "
+        "starts at 0.",
     )
     reset_momentum: StrictBool = Field(
         default=False, description="Set all first moments of a matrix to 0 when its mask is removed, as AC/DC does."

@@ -53,7 +53,9 @@ def test_a_missing_compiler_is_named(copy, tmp_path):
         [str(tools / "bash"), "-c", f"source '{copy}/launchers/environment.sh'"],
         env={"PATH": str(tools)}, capture_output=True, text=True, timeout=60, check=False,
     )  # fmt: skip
-    assert child.returncode == 1 and "no C++ compiler was found" in child.stderr and "apt-get install g++" in child.stderr
+    assert (
+        child.returncode == 1 and "no C++ compiler was found" in child.stderr and "apt-get install g++" in child.stderr
+    )
 
 
 @pytest.mark.full
