@@ -79,7 +79,7 @@ def with_range(row: Row, who: str, form: str = ",", unit: float | None = None) -
 
 
 def page(doc: str | None, command: str, about: Row, table: str) -> str:
-    """Write a page; the first line of the docstring `doc` is the title, and the text after its usage says how it is measured."""
+    """Write a page; the docstring `doc` has its title in the first line, and what was measured after its usage."""
     title, _, text = (doc or "").partition("\n")
     title = title.removeprefix("Measures ")
     title = title[:1].upper() + title[1:]

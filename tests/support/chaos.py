@@ -310,7 +310,7 @@ def page(rows: list[dict[str, Any]], command: str) -> str:
         f"**{total} faults in {len(rows)} runs; {apart} runs differ from an undisturbed one.** Equal means bit for",
         "bit: logged rows, weights, optimizer states and masks of the last checkpoint. A tiny GPT, a checkpoint",
         f"every {SAVE_EVERY} steps, written in the background, float32;",
-        ", ".join(f"{key} {value}" for key, value in machine(threads=1).items()) + "; other programs ran at the same time.",
+        ", ".join(f"{key} {value}" for key, value in machine(threads=1).items()) + "; other programs ran too.",
         "Ranks that share no model share the batch. Longest end: the time from a fault until the last rank ends.",
         "",
         "| ranks | share the model | ZeRO stage | method | runs | faults | starts | longest end | equal |",

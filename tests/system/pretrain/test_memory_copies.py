@@ -191,7 +191,7 @@ def test_a_host_that_is_lost_is_replaced_by_the_copy_of_its_neighbor(tmp_path, f
     damage(nodes[0], 3, 0)
     results = pool.run(attempt_on_hosts, 2, argv)
     assert [code for code, _ in results] == [0, 0], results
-    assert "continues from memory, at step 6" in results[0][1] and "and one of the host before it" in results[0][1]
+    assert "continues from memory, at step 6" in results[0][1] and "and one of the previous host" in results[0][1]
     assert_same_run(out, undisturbed("stage 3"))
     assert not folder.parent.exists()
 
