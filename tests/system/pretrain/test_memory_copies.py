@@ -159,7 +159,7 @@ def test_parts_that_are_damaged_or_missing_are_not_used(tmp_path, folder, undist
     log = tmp_path / "logs" / "rank0"
     killed(tmp_path, argv, 7, lambda: "continues from memory" in log.read_text())
     said = log.read_text()
-    assert "the copy of step 8 in memory is not used" in said and "does not match its digest" in said
+    assert "the copy of step 8 in memory is not used" in said and "does not match its checksum" in said
     assert "continues from memory, at step 6" in said
     killed(tmp_path, argv, 8, lambda: parts(folder, 8) == [0, 1])
     shutil.rmtree(memory_copies.part_folder(folder, "step00000008", 0))
