@@ -1,15 +1,15 @@
-"""Measures how long training waits for a checkpoint: written by the rank itself, and by a process of its own.
+"""Measures how long training waits for a checkpoint: written by the rank itself, or by a separate process.
 
     mst bench async_save [--ranks 1 2] [--stages 1 2 3] [--rounds 5] [--json | --markdown]
 
-    blocking  DeepSpeed writes its files, which are digested, synced to the disk and read back before training continues
+    blocking  DeepSpeed writes its files, which get checksums, are synced and are read back before training continues
     ours      the same files are copied into memory, and a process writes them while training continues
               (`training.async_save`); `first` is the first copy, for which the kernel has to provide the memory
 
-The model has the widths of GPT-2 small, its whole head and one of its 12 layers, 96 % sparse and trained in
-float32. Blocking and asynchronous saves alternate; times are medians of the slowest rank, and a training step is taken
-before each save. The time until the checkpoint is on the disk (`written`) is spent next to training, and measured while
-the rank waits. Not measured: GPUs, disks of a cluster, how much a step slows down while the process uses a core.
+The model has the widths of GPT-2 small, its whole head and one of its 12 layers, 96 % sparse and trained in float32.
+Blocking and asynchronous saves alternate; times are medians of the slowest rank, and a training step is taken before
+each save. The time until the checkpoint is on disk (`written`) passes while training continues, but is measured while
+the rank waits. Not measured: GPUs, disks of a cluster, and how much steps slow down while the process uses a core.
 """
 
 from __future__ import annotations
@@ -129,7 +129,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--ranks", type=at_least(1), nargs="+", default=[1, 2], help="processes (default: 1 2)")
     parser.add_argument("--stages", type=int, choices=range(4), nargs="+", default=[1, 2, 3], help="ZeRO stages")
     parser.add_argument("--rounds", type=at_least(2), default=5, help="measured saves (default: %(default)s)")
-    parser.add_argument("--threads", type=at_least(1), default=os.cpu_count() or 1, help="CPU threads, shared out")
+    parser.add_argument("--threads", type=at_least(1), default=os.cpu_count() or 1, help="CPU threads, in all")
     options = parse(parser, arguments)
     with aside():
         rows = run(options.ranks, options.stages, options.rounds, options.threads)

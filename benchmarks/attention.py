@@ -311,7 +311,7 @@ def table(rows: list[Row]) -> str:
     text = [grid(head, lines)]
     for what, flat in flatness(rows).items():
         words = f"{what.capitalize()}, over the float32 rows on CPU"
-        text.append(f"{words}: largest / smallest = **{flat:.2f}** (asked: at most 1.5).")
+        text.append(f"{words}: largest / smallest = **{flat:.2f}** (goal: at most 1.5).")
     return "\n\n".join(text)
 
 

@@ -5,9 +5,9 @@
 
 Three engines train GPT-2 small's widths on two ranks, in turns in the same processes: plain DeepSpeed ("dense"), masked
 dense weights ("masked") and compact weights ("compact"), the last two at 96 % sparsity, tied head included. Each rank
-runs in a network namespace of its own. The namespaces are joined by a link whose speed is limited to each of `--rates`
+runs in its own network namespace. The namespaces are joined by a link whose speed is limited to each of `--rates`
 (Gbit/s; 0 is no limit), and the bytes "on the wire" are those that a rank's interface has sent and received in a step;
-those "by the logger" are what DeepSpeed's comms_logger counts, the tensors that a rank hands to its collectives.
+those "by the logger" are what DeepSpeed's comms_logger counts: the tensors that a rank passes to its collectives.
 "optimizer" is the time of DeepSpeed's step without communication: gradient norm, clipping, masking, update and casts.
 "states" are the optimizer's states and the weights that it updates, "gradients" what a rank keeps for its update;
 "held" is how much the resident memory of a rank grows from before the model is built to after its first step. "save" is

@@ -2,16 +2,16 @@
 
     mst bench generate [--model small medium] [--batch 1 8] [--quick | --memory] [--json | --markdown]
 
-One more token for each sequence of a batch, after a prompt of 32 tokens, by a GPT-2 with random weights of which 80 or
-96 % are zero (every matrix and the embedding; the position embedding is dense). Baselines, in turns with ours and in
-the same process: the same model dense, eager or with torch.compile, whichever is faster; `generate` of transformers
-with the dense model; and a dense model of our own code that has about as many weights as ours has nonzero ones. Times
-are milliseconds per step, medians over the steps of all rounds, with the middle half of them; with --cpu-time they are
-processor time of one thread, which depends less on what else runs on the machine.
+This measures one more token for each sequence of a batch, after a prompt of 32 tokens, with a GPT-2 whose weights are
+random and 80 or 96 % zero (every matrix and the embedding; the position embedding is dense). Baselines, in turns with
+ours and in the same process: the same model dense, eager or with torch.compile, whichever is faster; `generate` of
+transformers with the dense model; and a dense model of our own code that has about as many weights as ours has nonzero
+ones. Times are milliseconds per step, medians over the steps of all rounds, with the middle half of them; with
+--cpu-time they are processor time of one thread, which depends less on what else runs on the machine.
 
-`weights` are the bytes of all weights in memory, the places of sparse ones included, as a share of the dense model's.
-With --memory, `resident` is what a process gains by loading the model from a compact file, as `mst generate` does, and
-decoding with it; no times are measured.
+`weights` are the bytes of all weights in memory, including the positions of sparse ones, as a fraction of the dense
+model's. With --memory, `resident` is what a process gains by loading the model from a compact file, as `mst generate`
+does, and decoding with it; no times are measured.
 """
 
 from __future__ import annotations

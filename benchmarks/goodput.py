@@ -10,7 +10,7 @@
             the loss is not finite ("spike": {"action": "rollback"})
 
 Both train the same dense GPT on the same batches with 2 ranks, ZeRO-1 and float32 on the CPU. The trace has one fault
-per `interval` steps, at a step drawn from the seed; sides alternate fault by fault, and each fault meets a fresh job.
+per `interval` steps, at a step drawn from the seed; sides alternate fault by fault, and each fault strikes a new job.
 First a job without faults measures what a save costs; each side then saves at its own best interval, which is Young's
 K = sqrt(2 x interval x cost of a save in steps). With the short intervals of the trace, ours saves less often where a
 checkpoint takes longer to be written, since the next save would wait for it; with the long ones at scale it need not.
@@ -25,16 +25,16 @@ than can be run here for each fault. Their share is computed from what was measu
     lost per fault = fixed + wait + K/2 x 2 s (if the job goes back; 3K/2 if the newest checkpoint is damaged)
     share = 14,220 x 2 s / (14,220 x 2 s + 14,220 / K x cost of a save + mean over the faults of the lost time)
 
-`fixed` is measured: what the fault cost without waits, saves and repeated steps. The cost of a save is what the step
-after it takes longer: the median over all saves before the faults, except for the first two of a job. During those the
-process that writes is started, once per start of a job; what they take longer is part of `fixed`. Where that process
-competes with the ranks for cores, as it does here, it slows later steps too: that is in the measured share only.
+`fixed` is measured: what the fault cost without waits, saves and repeated steps. The cost of a save is the extra time
+of the step after it: the median over all saves before the faults, except for the first two of a job. During those, the
+writing process is started (once per start of a job), and their extra time is part of `fixed`. Where that process
+competes with the ranks for cores, as it does here, it also slows later steps: only the measured share includes that.
 
-The waits are assumptions. A frozen rank: 10 minutes (the default of NCCL's collectives) for plain, 80 % of that for
-ours, when its heartbeats give up. In the trace it is --timeout for both (DEEPSPEED_TIMEOUT); as the groups that
-DeepSpeed creates do not follow it and wait for 30 minutes, the frozen rank of plain is then killed from outside. A full
-disk, on which each save of plain DeepSpeed ends the job: an operator reacts after 30 minutes. The trace has a shorter
-wait (--outage). The time until Slurm gives a job its nodes again is left out.
+The waits are assumptions. A frozen rank: 10 minutes (the default of NCCL's collectives) for plain, and 80 % of that for
+ours, whose heartbeats time out then. In the trace it is --timeout for both (DEEPSPEED_TIMEOUT); because the groups that
+DeepSpeed creates ignore it and wait for 30 minutes, the frozen rank of plain is then killed from outside. A full disk,
+on which each save of plain DeepSpeed ends the job: an operator reacts after 30 minutes. The trace has a shorter wait
+(--outage). The time until Slurm gives a job its nodes again is left out.
 """
 
 from __future__ import annotations

@@ -69,7 +69,7 @@ def parser() -> argparse.ArgumentParser:
     option("--minutes", type=at_least(0.1), metavar="M", help="time limit (default: what the chosen groups have)")
     option("--out", type=Path, required=True, metavar="DIR", help="where results go")
     option("--parts", nargs="+", choices=list(PARTS), metavar="P", help="only these parts")
-    option("--work", type=Path, metavar="DIR", help="for what is not kept (default: DIR.work next to --out)")
+    option("--work", type=Path, metavar="DIR", help="folder of temporary files (default: DIR.work next to --out)")
     option("--tiny", action="store_true", help="on the CPU, tiny shapes: does every part run?")
     option("--json", action="store_true", help="print the results as one JSON object")
     option("--part", choices=list(PARTS), help=argparse.SUPPRESS)  # of a child

@@ -113,7 +113,7 @@ def table(rows: list[Row]) -> str:
 def main(arguments: Sequence[str]) -> int:
     """Run the benchmark and print its results."""
     parser = command_line("mst bench grown_weights", __doc__)
-    parser.add_argument("--data", default="corpora/stdlib-byte", metavar="DIR", help="made if it is not there")
+    parser.add_argument("--data", default="corpora/stdlib-byte", metavar="DIR", help="corpus; created if missing")
     parser.add_argument("--steps", type=at_least(200), default=1600, help="of each run (default: %(default)s)")
     options = parse(parser, arguments)
     with aside():

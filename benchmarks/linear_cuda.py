@@ -231,7 +231,7 @@ def main(arguments: Sequence[str]) -> int:
     parser = command_line("mst bench linear --device cuda", __doc__)
     parser.add_argument("--blocks", type=int, nargs="+", choices=SIDES, default=list(SIDES), help="sides B")
     parser.add_argument("--widths", type=int, nargs="+", default=list(WIDTHS), metavar="D", help="widths d")
-    parser.add_argument("--rounds", type=at_least(2), default=30, help="pairs a product (default: %(default)s)")
+    parser.add_argument("--rounds", type=at_least(2), default=30, help="pairs per product (default: %(default)s)")
     parser.add_argument("--tune", action="store_true", help="measure the crossovers that `auto` reads, and keep them")
     options = parse(parser, arguments)
     if options.tune:

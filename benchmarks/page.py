@@ -79,8 +79,10 @@ def with_range(row: Row, who: str, form: str = ",", unit: float | None = None) -
 
 
 def page(doc: str | None, command: str, about: Row, table: str) -> str:
-    """`doc` is the program's own: its first line is the title, what follows its usage says what was measured."""
+    """Write a page; the docstring `doc` has its title in the first line, and what was measured after its usage."""
     title, _, text = (doc or "").partition("\n")
+    title = title.removeprefix("Measures ")
+    title = title[:1].upper() + title[1:]
     body = text.strip().split("\n\n", 1)[1]
     return f"# {title.removesuffix('.')}\n\n`{command}`\n\n{facts(about)}\n\n{table}\n\n```\n{body}\n```\n"
 

@@ -180,9 +180,9 @@ def table(rows: list[Row]) -> str:
 def main(arguments: Sequence[str]) -> int:
     """Run the benchmark and print its results."""
     parser = command_line("mst bench pruning", __doc__)
-    parser.add_argument("--data", default="corpora/sympy-byte", metavar="DIR", help="made if it is not there")
+    parser.add_argument("--data", default="corpora/sympy-byte", metavar="DIR", help="corpus; created if missing")
     parser.add_argument("--runs", default="runs/pruning", type=Path, metavar="DIR", help="where the runs are kept")
-    parser.add_argument("--seeds", type=at_least(1), default=3, help="runs a method (default: %(default)s)")
+    parser.add_argument("--seeds", type=at_least(1), default=3, help="runs per method (default: %(default)s)")
     parser.add_argument("--steps", type=at_least(1), default=1000, help="of each run (default: %(default)s)")
     options = parse(parser, arguments)
     with aside():

@@ -166,10 +166,10 @@ def main(arguments: Sequence[str]) -> int:
         "--config", default=CONFIG, metavar="C", help="the experiment that variants vary (default: %(default)s)"
     )
     parser.add_argument("--variants", metavar="FILE", help="JSON: name → arguments of mst_scale.pretrain")
-    parser.add_argument("--only", nargs="+", metavar="NAME", help="of the variants, these")
+    parser.add_argument("--only", nargs="+", metavar="NAME", help="only these variants")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="for every run")
-    parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3], help="runs a variant")
-    parser.add_argument("--runs", type=Path, metavar="FILE", help="keep runs here; what is there is not repeated")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3], help="one run per variant and seed")
+    parser.add_argument("--runs", type=Path, metavar="FILE", help="keep results here; recorded runs are not repeated")
     options = parse(parser, arguments)
     variants = json.loads(Path(options.variants).read_text()) if options.variants else VARIANTS
     if options.config == CONFIG:  # small and short enough for minutes on a CPU; --set comes after and takes precedence

@@ -157,7 +157,7 @@ def parser() -> Parser:
         metavar="N",
         help="numbers of processes (default: 1 2 4)",
     )
-    found.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS), help="weak strong")
+    found.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS), help="(default: both)")
     found.add_argument(
         "--micro-batch-size", type=at_least(1), default=1, help="sequences per rank (strong: at the most ranks)"
     )

@@ -2,7 +2,7 @@
 
     mst bench step --config demo [--ranks 2] [--set model.n_layer=4] [--json | --append FILE]
     deepspeed --num_accelerators 8 --module mst_scale.benchmarks.step --config gpt2_small
-    mst bench step --device cuda …           124M, 1.5B and 6.7B in blocks on one GPU: see benchmarks/step_cuda.py
+    mst bench step --device cuda …           channels and blocks on one GPU: see benchmarks/step_cuda.py
 
 Two DeepSpeed engines of the same config, one with method dense and one with the config's method, take steps in turn on
 the same micro-batch of random tokens (one per step, no accumulation). MST's engine is taken to the middle of each phase

@@ -209,7 +209,7 @@ def main(arguments: Sequence[str]) -> int:
         help="matrices of which models (default: all)",
     )
     parser.add_argument("--rounds", type=at_least(2), default=5, help="pairs of steps (default: %(default)s)")
-    parser.add_argument("--threads", type=at_least(1), default=2, help="CPU threads, shared out among the ranks")
+    parser.add_argument("--threads", type=at_least(1), default=2, help="CPU threads, shared by the ranks")
     options = parse(parser, arguments)
     about = machine(options.threads)
     rows = run(options.ranks, options.shapes, options.rounds, options.threads)

@@ -3,16 +3,16 @@
     mst bench verify [--ranks 1 2] [--stages 0 1 3] [--methods dense sparse] [--tokens 1024] [--rounds 5]
                      [--json | --markdown]
 
-    verified  a step that is verified: its micro-batch is computed a second time, and all values are digested
-    next      the step after it, before whose update the values are digested again
+    verified  a step that is verified: its micro-batch is computed a second time, with checksums of all values
+    next      the step after it, with checksums of the values again before its update
     plain     a step without either
 
 The three alternate on one engine. One verification costs (verified - plain) + (next - plain), and `share` is this cost
 divided by that of 100 plain steps (`verify_every` = 100). The model has the widths of GPT-2 small, its whole head and
 one of its 12 layers, in float32, with one sequence per rank and step. A step has a single micro-batch, which is the
-worst case: with more of them, still one is computed a second time. So are few tokens, as digests take the same time.
-Times are CPU times of the process, all its threads, so that other programs on the machine hardly change them; they are
-medians, of the slowest rank. Not measured: GPUs.
+worst case: with more of them, still only one is computed a second time. Few tokens are the worst case too, because
+checksums take the same time. Times are CPU times of all threads of the process, so that other programs on the machine
+hardly change them; they are medians of the slowest rank. Not measured: GPUs.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--methods", choices=("dense", "sparse"), nargs="+", default=["dense", "sparse"])
     parser.add_argument("--tokens", type=at_least(1), default=1024, help="per rank and step (default: %(default)s)")
     parser.add_argument("--rounds", type=at_least(2), default=5, help="measured verifications (default: %(default)s)")
-    parser.add_argument("--threads", type=at_least(1), default=os.cpu_count() or 1, help="CPU threads, shared out")
+    parser.add_argument("--threads", type=at_least(1), default=os.cpu_count() or 1, help="CPU threads, in all")
     options = parse(parser, arguments)
     with aside():
         rows = run(options)

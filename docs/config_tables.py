@@ -27,14 +27,14 @@ _SUPPORT = """# Compatibility with DeepSpeed
 
 This page lists every key of a DeepSpeed 0.19 config and says whether sparse training works with it. It is generated
 from `mst_scale/config/deepspeed_support.json` by `python docs/config_tables.py`. Runs that stay dense (method
-`dense`, or `mst.sparsity.max` 0) may use all of DeepSpeed. [exactness.md](exactness.md) defines what exact means.
+`dense`, or `mst.sparsity.max` 0) may use every feature of DeepSpeed. [exactness.md](exactness.md) defines "exact".
 
-- **exact**: a test trains with it on two CPU ranks and checks after every step that inactive weights, their moments and
-  the weights of the forward pass are exactly 0. A key that does not change the arithmetic does not change the masks
-  either.
-- **harmless**: it does not touch the optimizer step.
+- **exact**: a test trains with the key on two CPU ranks and checks after every step that inactive weights, their
+  moments and the weights of the forward pass are exactly 0. A key that does not change the arithmetic does not change
+  the masks either.
+- **harmless**: the key does not affect the optimizer step.
 - **rejected**: before training starts, the program ends with a one-line error that states the reason and the fix.
-- **untested**: rejected too, unless `mst.allow_untested` names the key. The same holds for any key or value that is
+- **untested**: also rejected, unless `mst.allow_untested` names the key. The same holds for any key or value that is
   not on this page.
 
 The values `null` and `"auto"` select DeepSpeed's default, which is exact or harmless. A row `a.*` covers every key of

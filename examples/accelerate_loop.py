@@ -37,7 +37,7 @@ CONFIG = {
     "gradient_clipping": 1.0,
     "zero_optimization": {"stage": 2},
     "steps_per_print": 10**9,
-    "training": {"steps": STEPS},  # phases are fractions of it
+    "training": {"steps": STEPS},  # the phases are fractions of this number
     "mst": {"method": "mst", "sparsity": {"max": 0.8}, "targets": {"exclude": ["head.*"]}},
 }
 

@@ -1,6 +1,6 @@
 """Train in a loop with Lightning's Fabric and its DeepSpeed strategy: one line makes it sparse.
 
-python examples/fabric_loop.py --out runs/fabric && mst report runs/fabric     # needs a GPU: Lightning's strategy does
+python examples/fabric_loop.py --out runs/fabric && mst report runs/fabric     # needs a GPU, like Lightning's strategy
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Define a policy in ten lines: prune where the loss would change least, by |w · g|, and grow by gradient.
+"""Define a policy in ten lines: prune weights whose removal changes the loss least (|w · g|), grow by gradient.
 
     python examples/growth_policy.py
 

@@ -1,6 +1,6 @@
-"""Train a LightningModule with the DeepSpeed strategy: one line makes it sparse, and phases follow `max_steps`.
+"""Train a LightningModule with the DeepSpeed strategy: one line makes it sparse, and the phases follow `max_steps`.
 
-python examples/lightning_module.py --out runs/lightning     # needs a GPU: Lightning's strategy does
+python examples/lightning_module.py --out runs/lightning     # needs a GPU, like Lightning's strategy
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Model(lightning.LightningModule):
         return loss
 
     def on_train_batch_end(self, outputs: Any, batch: Any, index: int) -> None:
-        self.log("sparsity", self.trainer.strategy.model.mst.sparsity)  # the engine's
+        self.log("sparsity", self.trainer.strategy.model.mst.sparsity)  # of DeepSpeed's engine
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.AdamW(self.parameters(), lr=3e-3)

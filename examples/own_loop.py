@@ -48,7 +48,7 @@ def main() -> None:
         "zero_optimization": {"stage": 2},
         "bf16": {"enabled": True},
         "steps_per_print": 10**9,
-        "training": {"steps": steps},  # phases are fractions of it
+        "training": {"steps": steps},  # the phases are fractions of this number
         "mst": {"method": "mst", "sparsity": {"max": 0.9}, "targets": {"include": ["blocks.*", "down.*"]}},
     }
     engine, *_ = mst_scale.initialize(model=Model(), config=config)

@@ -1,11 +1,11 @@
-"""Train a dense model safely in your own DeepSpeed loop: background saves, lost ranks named, restarts that lose little.
+"""Train a dense model safely in your own DeepSpeed loop: background saves, reports of lost ranks, quick restarts.
 
 deepspeed --num_accelerators 2 examples/safe_training.py --out runs/safe
 TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 torchrun --standalone --nproc_per_node 2 --max-restarts 3 examples/safe_training.py --kill 30
 
 The second command kills rank 1 once: the other rank names it and ends, torchrun starts both again, and they continue
-from the latest checkpoint. The final loss is the same. The variable gives each start of the ranks a store of its own;
-without it, torch 2.13 may let them look for each other at the addresses of the start before.
+from the latest checkpoint. The final loss is the same. The variable gives each start of the ranks its own store;
+without it, torch 2.13 may let them look for each other at the addresses of the previous start.
 """  # noqa: E501
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Model(nn.Module):
 
 
 def batch(step: int, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """A function of the step alone, so that a restart repeats the same batches."""
+    """Return a batch that depends only on step and rank, so that a restart repeats the same batches."""
     generator = torch.Generator().manual_seed(1_000 * step + rank)
     tokens = torch.randint(64, (32,), generator=generator)
     return tokens, (tokens * 7 + 3) % 64
@@ -50,7 +50,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("runs/killed"), help="folder of the checkpoints")
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)  # DeepSpeed's launcher passes it
-    parser.add_argument("--kill", type=int, help="the step before which rank 1 is killed, the first time")
+    parser.add_argument("--kill", type=int, help="kill rank 1 before this step, on the first start only")
     options = parser.parse_args()
     config = {
         "train_micro_batch_size_per_gpu": 32,
@@ -61,7 +61,7 @@ def main() -> None:
         "mst": {"method": "dense"},  # no masks: all weights are trained
     }
     torch.manual_seed(0)
-    engine, *_ = mst_scale.initialize(model=Model(), config=config)  # from here on, a lost rank ends the others
+    engine, *_ = mst_scale.initialize(model=Model(), config=config)  # from here on, the other ranks end if one is lost
     rank = torch.distributed.get_rank()
     if (options.out / "latest").exists():
         engine.load_checkpoint(str(options.out))

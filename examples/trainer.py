@@ -48,7 +48,7 @@ class Pieces(Dataset):
 def main() -> None:
     parser = HfArgumentParser((Text, TrainingArguments))
     given, args = parser.parse_args_into_dataclasses()
-    mst_scale.integrate()  # the second one
+    mst_scale.integrate()  # the second line
     pieces = Pieces(Path(given.text).read_bytes(), given.length)
     held_out = max(1, len(pieces) // 10)
     torch.manual_seed(args.seed)
@@ -68,7 +68,7 @@ def main() -> None:
 
 
 def sizes(given: Text) -> dict[str, float]:
-    """Return the remaining arguments of each kind of config; sparse attention does not support dropout."""
+    """Return the remaining arguments of this model type's config; sparse attention does not support dropout."""
     if given.model_type == "gpt2":
         return {"n_positions": given.length, "attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0}
     return {"intermediate_size": 4 * given.width, "max_position_embeddings": given.length}

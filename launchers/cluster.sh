@@ -13,7 +13,7 @@ fi
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-8}"
 
 # --- CUDA's allocator ---
-# Growing segments instead of many of fixed size: less memory is fragmented by changing shapes (evaluation, ZeRO-3).
+# Expandable segments instead of many of fixed size: changing shapes (evaluation, ZeRO-3) fragment less memory.
 export PYTORCH_CUDA_ALLOC_CONF="${PYTORCH_CUDA_ALLOC_CONF:-expandable_segments:True}"
 
 # --- NCCL ---
@@ -23,7 +23,7 @@ export NCCL_DEBUG="${NCCL_DEBUG:-WARN}"
 export NCCL_SOCKET_IFNAME="${NCCL_SOCKET_IFNAME:-^lo,docker,virbr,veth}"
 # InfiniBand waits 4 µs · 2^22 = 17 s for an answer before it tries again: a busy switch must not end a run.
 export NCCL_IB_TIMEOUT="${NCCL_IB_TIMEOUT:-22}"
-# A collective that fails or times out ends its process (3: and cleans up first), instead of hanging.
+# A collective that fails or times out ends its process instead of hanging (3: after cleaning up).
 export TORCH_NCCL_ASYNC_ERROR_HANDLING="${TORCH_NCCL_ASYNC_ERROR_HANDLING:-3}"
 
 # --- gloo (flags and small objects between the ranks) ---

@@ -4,7 +4,7 @@
 # writes, next to two of the dense baseline. Arguments go to mst_scale.pretrain.
 #   bash launchers/demo.sh                              # the demo
 #   bash launchers/demo.sh --method dense --out runs/d  # the same without sparsity
-# A demo that has finished is shown again, and one that was stopped continues: for a new one remove runs/demo.
+# A finished demo is shown again, and a stopped one continues; remove runs/demo to start over.
 set -euo pipefail
 # shellcheck source-path=SCRIPTDIR
 source "$(dirname "${BASH_SOURCE[0]}")/help.sh"

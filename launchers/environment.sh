@@ -1,5 +1,5 @@
 # shellcheck shell=bash
-# Makes or reuses .venv with the tested versions; sourced by demo.sh and test.sh, which run from any directory.
+# Creates or reuses .venv with the tested versions; sourced by demo.sh and test.sh, which run from any directory.
 # Afterwards PATH begins with the environment and the working directory is the project's root.
 
 if [ "${BASH_SOURCE[0]}" = "$0" ]; then # started, not sourced
@@ -18,11 +18,11 @@ fail() {
 }
 
 python="${PYTHON:-python3}"
-command -v "$python" >/dev/null || fail "no $python here: install Python 3.10 or newer, or name one: PYTHON=/path/to/python"
+command -v "$python" >/dev/null || fail "$python was not found: install Python 3.10 or newer, or name one: PYTHON=/path/to/python"
 "$python" -c 'import sys; sys.exit(sys.version_info < (3, 10))' ||
     fail "$("$python" --version) is too old: install Python 3.10 or newer, or name one: PYTHON=/path/to/python3.11"
 command -v "${CXX:-c++}" >/dev/null || command -v g++ >/dev/null ||
-    fail "no C++ compiler here: DeepSpeed builds small operators at first use (Debian, Ubuntu: apt-get install g++)"
+    fail "no C++ compiler was found: DeepSpeed builds small operators at first use (Debian, Ubuntu: apt-get install g++)"
 
 # Reinstall only when the requirements have changed.
 wanted="$(cat setup.py constraints.txt | cksum) $extras $("$python" --version)"
@@ -34,7 +34,7 @@ if [ "$(cat "$venv/.installed" 2>/dev/null)" != "$wanted" ]; then
             "$venv/bin/python" -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[$extras]"
     } >"$log" 2>&1 || {
         grep -i 'error' "$log" | tail -n 5 >&2
-        fail "the installation failed: see $log; mend what it names (network, disk space, compiler) and run this again, or start afresh with: rm -rf $venv"
+        fail "the installation failed: see $log; fix what it names (network, disk space, compiler) and run this again, or start over with: rm -rf $venv"
     }
     rm -f "$log"
     printf '%s\n' "$wanted" >"$venv/.installed"

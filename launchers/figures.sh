@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Redraws the figures of README.md: trains the demo if runs/demo is not finished, and copies some of its report.
+# Redraws the figures of README.md: trains the demo if runs/demo is not finished, and copies figures of its report.
 #   bash launchers/figures.sh
 set -euo pipefail
 # shellcheck source-path=SCRIPTDIR

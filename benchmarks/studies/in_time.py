@@ -250,7 +250,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = command_line("python -m mst_scale.benchmarks.studies.in_time", __doc__)
     option = parser.add_argument
     option("--study", default="channels", metavar="NAME", help="(default: %(default)s)")
-    option("--widths", type=at_least(4), nargs="+", default=[128, 256, 512], metavar="W", help="the study's goes first")
+    option("--widths", type=at_least(4), nargs="+", default=[128, 256, 512], metavar="W", help="the study's own first")
     option("--rounds", type=at_least(2), default=30, metavar="N", help="steps of each (default: 30)")
     option("--threads", type=at_least(1), metavar="N", help="CPU threads (default: the cores)")
     options = parse(parser, arguments)

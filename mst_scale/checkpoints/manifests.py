@@ -82,7 +82,7 @@ def faults_of(folder: Path, files: dict[str, dict[str, Any]], names: Iterable[st
             elif path.stat().st_size != files[name]["bytes"]:
                 faults.append(f"{name} has {path.stat().st_size} bytes of {files[name]['bytes']}")
             elif file_digest(path) != files[name]["sha256"]:
-                faults.append(f"{name} does not match its digest")
+                faults.append(f"{name} does not match its checksum")
         except OSError as error:
             faults.append(f"{name} cannot be read ({error.strerror})")
     return faults
@@ -128,7 +128,7 @@ def _manifest(checkpoint: Path) -> dict[str, Any]:
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise Damaged(f"{path} cannot be read ({type(error).__name__}: {error})") from None
     if found is not None and found != _digest_of(manifest):
-        raise Damaged(f"{path} does not match its own digest")
+        raise Damaged(f"{path} does not match its own checksum")
     return dict(manifest)
 
 

@@ -293,7 +293,7 @@ def read(path: Path) -> tuple[dict[str, Any], dict[str, StoredMask]]:
     if not isinstance(head, dict) or head.get("format") != FORMAT:
         raise Damaged(f"{path} is not a mask file of this version ({FORMAT})")
     if head.pop("sha256", None) != digest_of(head, tensors):
-        raise Damaged(f"{path} is damaged: its contents do not match its digest")
+        raise Damaged(f"{path} is damaged: its contents do not match its checksum")
     rank, layers = head.pop("rank"), head.pop("layers")
     if path.name != file_of(path, rank).name:
         raise Damaged(f"{path} contains the masks of rank {rank}: it was renamed or copied from elsewhere")

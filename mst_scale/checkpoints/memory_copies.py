@@ -209,7 +209,7 @@ def put_back(part: Path, draft: Path) -> tuple[dict[str, Any], dict[str, dict[st
             shutil.copyfileobj(read, written, 1 << 20)
     digests = manifests.digests_of(draft, list(head["files"]))
     if wrong := [name for name, entry in head["files"].items() if digests[name] != entry]:
-        raise Damaged(f"{part / wrong[0]} does not match its digest")
+        raise Damaged(f"{part / wrong[0]} does not match its checksum")
     return head, digests
 
 

@@ -13,13 +13,13 @@ from mst_scale.comm import logger
 TEXT = """\
 Run a benchmark on this machine. Our code and the baseline alternate within one run.
 
-  async_save        how long training waits for a checkpoint: written by the rank itself, and by a process of its own
+  async_save        how long training waits for a checkpoint: written by the rank itself, or by a separate process
   attention         Hybrid Sparse Attention compared with causal flash attention and FlexAttention
   baselines         every method at one small size and equal FLOPs (the study `rivals`)
   compiled          every Triton kernel compiled for A100 and H100: registers, shared memory, occupancy; needs no GPU
   density           time, memory and traffic of a step: plain DeepSpeed, masked and compact weights; needs root
   generate          text from sparse weights against the same model dense, transformers, and a smaller dense model
-  goodput           the share of time in steps that count under faults: plain DeepSpeed with torchrun and ours
+  goodput           the fraction of time in steps that count under faults: plain DeepSpeed with torchrun and ours
   gpu_day           all measurements that need a GPU, in one program: correctness, speed, memory
   grown_weights     the first updates of grown weights and the loss around topology steps, with and without seeded
                     second moments
@@ -32,12 +32,12 @@ Run a benchmark on this machine. Our code and the baseline alternate within one 
   real_run          GPT-2 small trained for a thousand steps through all phases, and densely
   scaling           `step` on 1, 2, 4 … processes: weak and strong scaling, as a picture
   step              a training step in every phase: MST compared with dense, its parts, memory, FLOP/s, collectives;
-                    --device cuda: 124M to 6.7B parameters in blocks on one GPU, as many layers as fit
+                    --device cuda: channels and blocks at the widths of 124M to 6.7B parameters, on one GPU
   structured        layers of monarch and pixelfly compared with dense ones, on the CPU or --device cuda
   study             a planned set of runs over sizes, lengths, methods and seeds: the FLOP multiplier of each method
   topology          one topology step compared with a full top-k and with torch.kthvalue
   training          the overhead of our training loop and of the masks over a plain DeepSpeed step
-  verify            what training.verify_every costs: a micro-batch computed twice, and digests of all values
+  verify            what training.verify_every costs: a micro-batch computed twice, and checksums of all values
 
 The arguments after BENCHMARK are passed to that program; `mst bench BENCHMARK --help` lists its options. --json prints
 {"machine": …, "rows": [{…, "ours_ms", "baseline", "baseline_ms", "speedup"} …]}, and --markdown prints the table that

@@ -246,7 +246,7 @@ def _add_export(subparsers: Any) -> None:
     option("--calibration-sequences", type=at_least(1), metavar="N", help="number of its sequences (default: 128)")
     option("--compact", action="store_true", help="write one compact file: nonzero weights and packed mask bits")
     option("--dtype", default="float32", metavar="T", help="float32 (the default), bfloat16 or float16")
-    option("--shard-size", type=parse_bytes, metavar="N", help="largest weight file (default: 5G)")
+    option("--shard-size", type=parse_bytes, metavar="N", help="maximum size of a weight file (default: 5G)")
     option("--tokenizer", metavar="NAME", help="byte, gpt2 or a .tiktoken file (default: that of the run's corpus)")
     option(
         "--config", metavar="FILE", type=Path, help="the experiment, if there is no config.json next to the checkpoint"

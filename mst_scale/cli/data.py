@@ -28,7 +28,7 @@ TOKENIZER is `byte` (256 bytes and an end-of-text token), `gpt2` or another enco
 can use any of these ([MASK] is then the last id of the model), or word pieces: `bert-base-uncased`, `bert-base-cased`
 or the path of a vocab.txt. Masks are drawn during training, so the corpus is the same for GPT and BERT.
 
-The same command completes a run that was killed. A complete corpus is used as it is.
+If the command is killed, run it again to complete the corpus. A complete corpus is used as it is.
 
 examples:
   mst data                                              # corpora/stdlib-byte, in seconds
@@ -63,7 +63,7 @@ def add(subparsers: Any) -> None:
     option("--seed", type=int, default=2357, metavar="N", help="seed of the split (default: 2357, as in nanoGPT)")
     option("--subset", metavar="NAME", help="hub: the configuration of the data set")
     option("--split", default="train", metavar="NAME", help="hub: the split to read (default: train)")
-    option("--val-split", metavar="NAME", help="hub: a split to validate on; of --max-bytes it gets --val-fraction")
+    option("--val-split", metavar="NAME", help="hub: the validation split; its part of --max-bytes is --val-fraction")
     option("--revision", metavar="REV", help="hub: a commit, tag or branch")
     option("--stream", action="store_true", help="hub: read while downloading, without keeping a copy")
     option("--workers", type=int, metavar="N", help="processes (default: all cores); the result does not depend on it")
@@ -96,7 +96,7 @@ def _verify(args: argparse.Namespace) -> int:
         raise UserError("--verify takes a corpus folder and nothing else: mst data --verify DIR")
     folder = Path(args.verify)
     meta = verify(folder)
-    print(json.dumps(meta) if args.json else f"{_summary(folder, meta)}\nall digests agree")
+    print(json.dumps(meta) if args.json else f"{_summary(folder, meta)}\nall checksums match")
     return 0
 
 

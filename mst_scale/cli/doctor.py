@@ -8,18 +8,18 @@ from typing import Any
 from mst_scale.cli import add_command
 
 TEXT = """\
-Print one line per check, with a fix for each problem that it finds. The quick check takes seconds and compiles and
+Print one line per check, with a fix for each problem found. The quick check takes seconds and compiles and
 trains nothing: it compares versions with those supported and tested, and checks memory and disk, stale locks of builds,
 versions and settings that differ between ranks, and the network between ranks. --full adds checks that take minutes
 when kernels and operators are compiled for the first time: each kernel against its definition in float64, a few sparse
 training steps whose masks must be the same on all ranks, and what "auto" chooses.
 
   ok      no problem
-  look    it works, and could be better
+  look    it works but could be better
   wrong   runs would fail or give wrong results
   skip    there is nothing to check here
 
-Under a launcher all ranks take part and rank 0 prints. A stale lock is removed, as at the start of every run. The exit
+Under a launcher, all ranks take part and rank 0 prints. A stale lock is removed, as at the start of every run. The exit
 code is 0, or 1 if something is wrong. --json prints [{"name", "verdict", "message", "fix", "numbers"} …].
 
 examples:

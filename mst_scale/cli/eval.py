@@ -120,7 +120,7 @@ def device_of(asked: str | None, local_rank: int) -> Any:
         raise UserError(f"--device {asked}: no such device; use cpu, cuda or cuda:N")
     device = torch.device(f"cuda:{local_rank}" if asked == "cuda" else asked)
     if device.type == "cuda" and int(device.index) >= (count := torch.cuda.device_count()):
-        raise UserError(f"--device {asked}: there {'is' if count == 1 else 'are'} {count} GPU(s), and this is {device}")
+        raise UserError(f"--device {asked}: there is no {device}; this machine has {count} GPU(s)")
     return device
 
 

@@ -221,7 +221,7 @@ def _table(found: dict[str, Any]) -> str:
         f"The whole run: {found['steps']:,} steps × {found['sequences']:,} sequences = {format_flops(total['paper'])} "
         f"(causal: {format_flops(total['causal'])}).",
         f"The same FLOPs buy {dense_steps['paper']:,.0f} dense steps (causal: {dense_steps['causal']:,.0f}); "
-        "--method dense-short --match-flops C trains the former.",
+        "--method dense-short --match-flops C trains the first number.",
     ]
     if found["optimizer_flops"]:
         text.append(

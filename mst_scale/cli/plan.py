@@ -49,7 +49,9 @@ def add(subparsers: Any) -> None:
     option("--tokens", metavar="T", help="length of the run, such as 300B or 9e9, instead of training.steps")
     option("--method", metavar="M", help="dense, mst, rigl, …; overrides mst.method")
     option("--set", action="append", default=[], metavar="K=V", help="override any config key; repeatable")
-    option("--efficiency", action="append", default=[], metavar="K=V", help="share of a peak (matmul=0.5); repeatable")
+    option(
+        "--efficiency", action="append", default=[], metavar="K=V", help="fraction of a peak (matmul=0.5); repeatable"
+    )
     option(
         "--by-phase",
         action="store_true",

@@ -295,8 +295,8 @@ def _assumptions(plan: Plan) -> str:
     origin = "fitted to measurements" if gpu.name in MEASURED else "assumed"
     return "\n".join([
         _wrap(
-            f"share of peaks, {origin}: {shares} (--efficiency); narrow is of matmul, for blocks of 16; the L2 cache "
-            f"reads {gpu.l2 / 1e12:.3g} TB/s"
+            f"fraction of peaks, {origin}: {shares} (--efficiency); narrow is of matmul, for blocks of 16; the L2 "
+            f"cache reads {gpu.l2 / 1e12:.3g} TB/s"
         ),
         f"assumed latencies: {1e6 * latency.inside:.0f} µs per hop in a node, {1e6 * latency.between:.0f} µs between "
         f"nodes, {1e6 * latency.launch:.0f} µs per call, {1e6 * latency.kernel:.0f} µs per kernel",

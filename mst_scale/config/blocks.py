@@ -80,8 +80,8 @@ class ModelConfig:
         default=0.02,
         ge=1e-6,
         le=1,
-        description="Standard deviation of the initial weights; layers in front of a residual addition have it divided "
-        "by √(2 · `n_layer`). GPT-2 uses 0.02; narrow models learn faster from about 0.8 / √`n_embd`.",
+        description="Standard deviation of the initial weights; divided by √(2 · `n_layer`) in layers whose output is "
+        "added to the residual stream. GPT-2 uses 0.02; narrow models learn faster from about 0.8 / √`n_embd`.",
     )
     mask_share: StrictFloat = Field(
         default=0.15, gt=0, lt=1, description="`bert`: fraction of the positions that are masked and predicted."
@@ -137,7 +137,7 @@ class DataConfig:
 
     dir: str | None = Field(
         default=None,
-        description="Folder with `train.bin` and `val.bin`; with a `source` it is created on first use.",
+        description="Folder with `train.bin` and `val.bin`; with a `source`, it is created on first use.",
         json_schema_extra=NO_EFFECT,  # its contents are compared by their digest instead
     )
     source: str | None = Field(
@@ -165,7 +165,7 @@ class SpikeConfig:
 
     action: Literal["log", "rollback", "off"] = Field(
         default="log",
-        description="Response to a spike of the loss; `rollback` also responds to a loss that is not finite.",
+        description="Response to a spike of the loss; `rollback` also responds to a non-finite loss.",
     )
     window: StrictInt = Field(
         default=64, ge=4, le=MILLION, description="Number of earlier losses with which a new loss is compared."
@@ -184,7 +184,7 @@ class SpikeConfig:
         default=1,
         ge=1,
         le=MAX_STEPS,
-        description="Number of batches that a rollback skips; the last one is the spike's.",
+        description="Number of batches that a rollback skips; the last one is that of the spike.",
     )
     max_rollbacks: StrictInt = Field(
         default=5, ge=0, le=MAX_STEPS, description="Rollbacks per run; later spikes are only logged."
@@ -231,11 +231,12 @@ class TrainingConfig:
     seed: Seed = Field(default=1337, description="Seed of the weights, the batches and dropout.")
     compile: StrictBool = Field(
         default=False,
-        description="Compile the model's blocks with torch.compile. Compiling delays the first steps, again after each "
-        "change of storage, and results differ by rounding. In your own loop, call `block.compile()` on each block.",
+        description="Compile the model's blocks with torch.compile. Compiling slows down the first steps and those "
+        "after each change of storage; results differ by rounding. In your own loop, call `block.compile()` on each "
+        "block.",
     )
     lr_schedule: Literal["cosine", "wsd"] = Field(
-        default="cosine", description="`wsd` is constant, then linear. The peak rate is `optimizer.params.lr`."
+        default="cosine", description="`wsd` is constant, then decays linearly. The peak rate is `optimizer.params.lr`."
     )
     warmup: Duration = Field(
         default=1 / 70, description="Duration of the learning rate's warm-up (2,000 of the paper's 140,000 steps)."
@@ -243,7 +244,8 @@ class TrainingConfig:
     decay: Duration = Field(default=0.2, description="`wsd`: duration of the linear decay at the end.")
     restart: Duration = Field(
         default=0,
-        description="Duration after which the schedule restarts, including its warm-up; a `decay` stated as a share "
+        description="Duration after which the schedule restarts, including its warm-up; a `decay` stated as a "
+        "fraction "
         "then refers to each part. `0`: never.",
     )
     min_lr: StrictFloat = Field(default=6e-5, ge=0, description="Final learning rate.")
@@ -275,8 +277,8 @@ class TrainingConfig:
     )
     eval_seed: Seed | None = Field(
         default=None,
-        description="Seed that selects the validation sequences. `null`: `training.seed`, so that they differ between "
-        "seeds.",
+        description="Seed that selects the validation sequences. `null`: `training.seed`, so runs with different "
+        "seeds use different sequences.",
     )
     eval_tasks: str | None = Field(
         default=None,
@@ -290,7 +292,7 @@ class TrainingConfig:
     )
     init: str | None = Field(
         default=None,
-        description="Start from these weights, whose shape the model takes: a GPT-2 on the Hugging Face hub or in a "
+        description="Weights to start from, whose shape the model takes: a GPT-2 on the Hugging Face hub or in a "
         "transformers folder, or a run (`--init`).",
     )
     save_every: Interval = Field(default=1_000, description="Steps between checkpoints; `0`: only at the end.")
@@ -298,7 +300,7 @@ class TrainingConfig:
         default=2,
         ge=1,
         le=MILLION,
-        description="Checkpoints to keep; an older one is deleted after a newer one was verified.",
+        description="Checkpoints to keep; an older one is deleted after a newer one has been verified.",
     )
     async_save: StrictBool = Field(
         default=True,
@@ -309,14 +311,14 @@ class TrainingConfig:
     memory_every: Interval = Field(
         default=0,
         description="Steps between copies of a checkpoint in the memory of the hosts, from which a run continues after "
-        "the loss of processes or of a host (docs/survival.md); `0`: none. No copy is made at a step that saves a "
+        "losing processes or a host (docs/survival.md); `0`: none. No copy is made at a step that saves a "
         "checkpoint. Only `mst_scale.pretrain` reads this.",
         json_schema_extra=NO_EFFECT,
     )
     reshape_on_load: StrictBool = Field(
         default=False,
         description="In your own loop and with Trainer: when a checkpoint of another number of ranks or ZeRO stage is "
-        "loaded, make the copy that this needs, as `mst reshape` does. `mst_scale.pretrain` always does so.",
+        "loaded, convert a copy of it, as `mst reshape` does. `mst_scale.pretrain` always does so.",
         json_schema_extra=NO_EFFECT,
     )
     verify_every: Interval = Field(
@@ -338,7 +340,7 @@ class TrainingConfig:
         json_schema_extra=NO_EFFECT,
     )
     stop_after_nonfinite: StrictInt = Field(
-        default=5, ge=1, le=MAX_STEPS, description="Stop the run after this many losses in a row that are not finite."
+        default=5, ge=1, le=MAX_STEPS, description="Stop the run after this many consecutive non-finite losses."
     )
     spike: SpikeConfig = Field(default_factory=SpikeConfig, description="Spikes of the loss.")
     baseline: BaselineConfig = Field(

@@ -20,7 +20,7 @@ from mst_scale.config.support import section_of
 from mst_scale.errors import format_value
 from mst_scale.validation import NO_EFFECT, fields_of
 
-UNCOMPARED = ("Watching a run", "Checkpoints")  # sections of DeepSpeed's keys
+UNCOMPARED = ("Monitoring", "Checkpoints")  # sections of DeepSpeed's keys
 DEFAULTS = {"optimizer.params.torch_adam": False, "optimizer.params.fused": False}  # the same as not setting them
 CUSTOM_LOOP_KEYS = ("training.steps", "training.seed", "mst.")  # the only keys of ours that apply to a custom loop
 

@@ -86,8 +86,8 @@ class MSTConfig:
 
     method: str | None = Field(
         default=None,
-        description="`mst`, `dense`, `tiny`, `dense-short`, or another of [methods.md](methods.md). Required in an "
-        "`mst` block; a config without the block trains `dense`.",
+        description="`mst`, `dense`, `tiny`, `dense-short`, or another method of [methods.md](methods.md). Required in "
+        "an `mst` block; a config without the block trains `dense`.",
     )
     like: str | None = Field(
         default=None,
@@ -96,13 +96,13 @@ class MSTConfig:
     )
     masks: str | None = Field(
         default=None,
-        description='`fixed`: the masks to keep: `"zeros"` (the zeros of the weights, the default), or a file '
+        description='`fixed`: the masks to keep, either `"zeros"` (the zeros of the weights, the default) or a file '
         "written by `mst masks` or a notebook.",
     )
     grow_from: str | None = Field(
         default=None,
-        description="`expand`, `ligo`, `stack`: folder of the smaller run, or of one of its checkpoints, from whose "
-        "weights the run is grown (`--from`).",
+        description="`expand`, `ligo`, `stack`: folder of the smaller run (or of one of its checkpoints) whose weights "
+        "this run is grown from (`--from`).",
     )
     options: Any = Field(default_factory=NoOptions, description="Keys of the method itself ([methods.md](methods.md)).")
     seed: StrictInt | None = Field(

@@ -205,24 +205,23 @@ def format_status(key: str) -> str:
 
 
 def format_remark(key: str) -> str:
-    """Describe the restrictions of a key, and the fix if it is rejected, in sentences."""
+    """Describe the restrictions of a key, each with its fix if it is rejected, in sentences."""
     own = [row for row in rows() if row.key == key]
     shown = [row for row in own if row.remark and (row.remark not in ("Off.", "Default.") or len(own) == 1)]
     values: dict[str, list[Any]] = {}
     for row in shown:
-        values.setdefault(row.remark, []).extend(row.values)
-    remarks = [f"{_format_values(of)}: {text}" if len(values) > 1 and of else text for text, of in values.items()]
-    fixes = [f"{row.fix[0].upper()}{row.fix[1:]}." for row in own if row.fix]
-    return " ".join(dict.fromkeys([*remarks, *fixes]))
+        fix = f" {row.fix[0].upper()}{row.fix[1:]}." if row.fix else ""
+        values.setdefault(f"{row.remark}{fix}", []).extend(row.values)
+    return " ".join(f"{_format_values(of)}: {text}" if len(values) > 1 and of else text for text, of in values.items())
 
 
 def _format_condition(row: Row) -> str:
     parts = [_format_values(row.values)] if row.values else []
     if row.stages != STAGES:
-        parts.append(f"stage {', '.join(map(str, row.stages))}")
+        parts.append(f"at stage{'s' * (len(row.stages) > 1)} {', '.join(map(str, row.stages))}")
     if row.precisions != PRECISIONS:
-        parts.append(", ".join(row.precisions))
-    return " at ".join(parts) or "otherwise"
+        parts.append(f"with {' or '.join(row.precisions)}")
+    return " ".join(parts) or "otherwise"
 
 
 def _format_values(values: Sequence[Any]) -> str:

@@ -97,7 +97,9 @@ def open_tokens(
     if meta is not None:
         _check_size(path, meta["splits"][split]["tokens"], dtype.itemsize)
     elif path.stat().st_size % dtype.itemsize:
-        raise Damaged(f"{path} has an odd number of bytes: it is cut short or not uint16 ids; copy or make it again")
+        raise Damaged(
+            f"{path} has an odd number of bytes: it is cut short or does not hold uint16 ids; copy or build it again"
+        )
     tokens = np.asarray(np.memmap(path, dtype=dtype, mode="r")) if path.stat().st_size else np.empty(0, dtype)
     known = meta or {}
     mask = known.get("mask") if masked else None
@@ -115,9 +117,9 @@ def _check_vocabulary(path: Path, meta: dict[str, Any] | None, ids: np.ndarray, 
     if meta is not None:
         if meta["vocab_size"] > vocab_size - reserved:
             raise UserError(
-                f"{path} was made with tokenizer {meta['tokenizer']!r} of {meta['vocab_size']} ids, but the model has "
-                f"vocab_size {vocab_size}{without}; set model.vocab_size to {meta['vocab_size'] + reserved} or use "
-                "another corpus"
+                f"{path} was made with tokenizer {meta['tokenizer']!r}, which has {meta['vocab_size']} ids, but the "
+                f"model has vocab_size {vocab_size}{without}; set model.vocab_size to {meta['vocab_size'] + reserved} "
+                "or use another corpus"
             )
         return
     if vocab_size > 1 << 16:
@@ -142,15 +144,15 @@ def read_meta(folder: Path) -> dict[str, Any]:
     try:
         meta = json.loads((folder / META).read_text())
     except (ValueError, RecursionError):
-        raise Damaged(f"{folder / META} is not JSON (was it cut short?); make the corpus again (--force)") from None
+        raise Damaged(f"{folder / META} is not JSON (was it cut short?); build the corpus again (--force)") from None
     found = meta.get("format") if isinstance(meta, dict) else None
     if found != FORMAT:
         raise UserError(
-            f"{folder / META} has format {found!r}, not {FORMAT!r}; make the corpus again (--force), or move that file "
-            "away if another program wrote it"
+            f"{folder / META} has format {found!r}, not {FORMAT!r}; build the corpus again (--force), or move that "
+            "file away if another program wrote it"
         )
     if (fault := _fault(meta)) is not None:
-        raise Damaged(f"{folder / META} is damaged: {fault}; make the corpus again (--force)")
+        raise Damaged(f"{folder / META} is damaged: {fault}; build the corpus again (--force)")
     return meta
 
 
@@ -168,7 +170,7 @@ def _fault(meta: dict[str, Any]) -> str | None:
         if not isinstance(split, dict) or any(type(split.get(key)) is not kind for key, kind in types.items()):
             return f"the split {name} is not described"
         if split["file"] != Path(split["file"]).name or "\0" in split["file"]:
-            return f"the split {name} lies outside the folder"
+            return f"the split {name} is outside the folder"
     return None
 
 
@@ -195,22 +197,22 @@ def fingerprint(folder: str | Path) -> str:
 
 
 def verify(folder: str | Path) -> dict[str, Any]:
-    """Read a whole corpus, compare it with its digests, and return its meta.json.
+    """Read a whole corpus, compare it with its checksums, and return its meta.json.
 
     Raises:
-        Damaged: if a file differs from its digest.
-        UserError: if there is no meta.json, and so no digest.
+        Damaged: if a file differs from its checksum.
+        UserError: if there is no meta.json, and so no checksum.
     """
     folder = Path(folder)
     if not (folder / META).exists():
         open_tokens(folder)
-        raise UserError(f"{folder} has no meta.json, so there are no digests to compare with")
+        raise UserError(f"{folder} has no meta.json, so there are no checksums to compare with")
     meta = read_meta(folder)
     check_sizes(folder, meta)
     for split in meta["splits"].values():
         if file_digest(folder / split["file"]) != split["sha256"]:
             raise Damaged(
-                f"{folder / split['file']} is damaged: its SHA-256 is not meta.json's; make it again (--force)"
+                f"{folder / split['file']} is damaged: its SHA-256 differs from meta.json's; build it again (--force)"
             )
     return meta
 
@@ -220,7 +222,7 @@ def check_sizes(folder: Path, meta: dict[str, Any]) -> None:
     for split in meta["splits"].values():
         path = folder / split["file"]
         if not path.is_file():
-            raise Damaged(f"there is no {path}, which {META} describes; copy it again, or make it again (--force)")
+            raise Damaged(f"there is no {path}, which {META} describes; copy it again, or build it again (--force)")
         _check_size(path, split["tokens"], np.dtype(meta["dtype"]).itemsize)
 
 
@@ -229,7 +231,7 @@ def _check_size(path: Path, tokens: int, itemsize: int) -> None:
     if size != tokens * itemsize:
         raise Damaged(
             f"{path} has {size:,} bytes, but {META} says {tokens:,} tokens of {itemsize} bytes; it is damaged or was "
-            "replaced: copy it again, or make it again (--force)"
+            "replaced: copy it again, or build it again (--force)"
         )
 
 
@@ -334,7 +336,9 @@ class UnfinishedCorpus:
         for split in meta["splits"].values():
             path = next((p for p in (self.folder / split["file"], self.out / split["file"]) if p.exists()), None)
             if path is None:
-                raise UserError(f"{self.folder / split['file']} was complete and is gone; make it again (--force)")
+                raise UserError(
+                    f"{self.folder / split['file']} was complete and is missing now; build it again (--force)"
+                )
             _check_size(path, split["tokens"], np.dtype(meta["dtype"]).itemsize)
 
     def empty(self) -> None:

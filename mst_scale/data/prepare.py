@@ -112,7 +112,9 @@ def _finished(out: Path, recipe: Recipe, identity: dict[str, Any]) -> dict[str, 
         with contextlib.suppress(UserError, Damaged):  # a finished corpus is good without its source
             files = local_files(recipe)
     if files is not None and describe_files(files) != meta["source"]:
-        raise UserError(f"the files of the source have changed since {out} was made from them; --force makes it again")
+        raise UserError(
+            f"the files of the source have changed since {out} was built from them; --force builds it again"
+        )
     return meta
 
 
@@ -121,9 +123,11 @@ def _check_free(unfinished: UnfinishedCorpus, identity: dict[str, Any]) -> None:
     out, begun = unfinished.out, unfinished.recipe()
     if begun is not None and unfinished.resumable:
         if difference := _first_difference(begun, identity):
-            raise UserError(f"{out} holds an unfinished corpus with {difference}; choose another folder, or --force")
+            raise UserError(
+                f"{out} holds an unfinished corpus with {difference}; choose another folder, or --force to replace it"
+            )
     elif begun is None and any((out / f"{name}.bin").exists() for name in SPLITS):
-        raise UserError(f"{out} holds .bin files that were not made here; choose another folder, or --force")
+        raise UserError(f"{out} holds .bin files of another origin; choose another folder, or --force to replace them")
 
 
 def _first_difference(ours: dict[str, Any], theirs: dict[str, Any]) -> str | None:

@@ -38,9 +38,7 @@ def parquet(files: list[File], recipe: Recipe) -> Source:
         _check_column(str(file.path), footer.schema.to_arrow_schema().names, recipe.text_key)
         leaves = [footer.schema.column(number).path for number in range(len(footer.schema))]
         if recipe.text_key not in leaves:
-            raise UserError(
-                f"{file.path}: {recipe.text_key!r} holds columns of its own, not text; name another text_key"
-            )
+            raise UserError(f"{file.path}: {recipe.text_key!r} holds nested columns, not text; name another text_key")
         column = leaves.index(recipe.text_key)
         groups = (footer.row_group(number) for number in range(footer.num_row_groups))
         total += sum(group.column(column).total_uncompressed_size for group in groups)

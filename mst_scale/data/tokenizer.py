@@ -332,9 +332,12 @@ def write_tokenizer(folder: Path, name: str | None, vocab_size: int) -> tuple[in
         UserError: if the model's `vocab_size` is too small for the tokenizer.
     """
     if name is None:
-        return None, "no tokenizer files: the run does not say which tokenizer made its corpus; --tokenizer names one"
+        return (
+            None,
+            "no tokenizer files: the run does not say which tokenizer made its corpus; name it with --tokenizer",
+        )
     if is_missing(name):
-        return None, f"no tokenizer files: {name} is not there any more; --tokenizer names it where it lies now"
+        return None, f"no tokenizer files: {name} no longer exists; give its new path with --tokenizer"
     try:
         tokenizer = load_tokenizer(name)
     except OSError as error:

@@ -191,7 +191,9 @@ def _attempt(check: Check, group: Ranks | None, store: Any) -> tuple[list[Findin
         thread.join(GRACE)
     stuck = thread.is_alive()
     if stuck and not failed_elsewhere:
-        errors.append(TimeoutError(f"no end within {check.seconds:g} s: network, disk, or a compiler hangs"))
+        errors.append(
+            TimeoutError(f"not finished after {check.seconds:g} s: the network, the disk or a compiler hangs")
+        )
     if errors and shared:
         store.set(check.name, "failed")
     if errors:

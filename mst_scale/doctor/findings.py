@@ -20,7 +20,7 @@ _LISTED = 4  # ranks that a message lists
 class Finding:
     """The result of a check: a verdict, what was found, how to fix it, and the numbers behind it.
 
-    Verdicts: `skip`: there is nothing to check here; `look`: it works and could be better; `wrong`: runs would fail.
+    Verdicts: `skip`: there is nothing to check here; `look`: it works but could be better; `wrong`: runs would fail.
     """
 
     name: str
@@ -41,7 +41,7 @@ def ok(name: str, message: str, **numbers: Any) -> Finding:
 
 
 def look(name: str, message: str, fix: str, **numbers: Any) -> Finding:
-    """Return the finding of something that works and could be better."""
+    """Return the finding of something that works but could be better."""
     return Finding(name, LOOK, message, fix, numbers)
 
 

@@ -219,7 +219,7 @@ def _judge(name: str, errors: Sequence[Error], began: float, instead: str) -> Fi
     if not worst.fine:
         dtype = type_name(worst.dtype)
         message = f"wrong results: {worst.what} in {dtype} is off by {worst.error:.1e}, {worst.bound:.1e} is allowed"
-        fix = f"empty the kernel cache ({cache_folder()}) and check again; until it is right, use {instead}"
+        fix = f"empty the kernel cache ({cache_folder()}) and check again; until this is fixed, use {instead}"
         return wrong(name, message, fix)
     worst_of = {one.dtype: one for one in ordered}
     by_type = {type_name(dtype): worst_of[dtype] for dtype in DTYPES if dtype in worst_of}

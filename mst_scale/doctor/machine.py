@@ -80,7 +80,7 @@ def check_package(label: str, name: str) -> Finding:
     if not supported.contains(version, prereleases=True):
         return wrong(label, f"{version} is not supported: {name}{supported} is", fix)
     if (reason := import_error(name)) is not None:
-        return wrong(label, f"{version} cannot be imported: {reason}", f"{fix}, or install what it misses")
+        return wrong(label, f"{version} cannot be imported: {reason}", f"{fix}, or install what is missing")
     tested = _tested().get(name)
     if tested and Version(version).release[:2] > Version(tested).release[:2]:
         return look(label, f"{version} is newer than the tested {tested}", f"pip install {name}=={tested}")
@@ -97,7 +97,7 @@ def _triton() -> Finding:
 
 def _apex() -> Finding:
     if importlib.util.find_spec("apex") is None:
-        return skip("apex", "is not installed: LayerNorm is torch's")
+        return skip("apex", "is not installed: torch's LayerNorm is used")
     if (reason := import_error("apex.normalization")) is not None:
         return look("apex", f"has no LayerNorm that can be imported: {reason}", "build it for this torch, or remove it")
     return ok("apex", "is installed: LayerNorm is fused")

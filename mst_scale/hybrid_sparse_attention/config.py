@@ -22,12 +22,18 @@ _FILE_STRIDE = {
 class PhaseStrides:
     """Strides of single phases; `null` is `mst.attention.stride`."""
 
-    dense: Stride | None = Field(default=None, description="Stride in a dense phase before `dense_from`.")
+    dense: Stride | None = Field(
+        default=None, description="Stride in a dense phase before `dense_from`; `null`: `mst.attention.stride`."
+    )
     warmup: Stride | None = Field(
         default=None, description="Stride during the warm-up; `null`: `mst.attention.stride`."
     )
-    ultra: Stride | None = Field(default=None, description="Stride during the ultra-sparse phase.")
-    restore: Stride | None = Field(default=None, description="Stride during restoration.")
+    ultra: Stride | None = Field(
+        default=None, description="Stride during the ultra-sparse phase; `null`: `mst.attention.stride`."
+    )
+    restore: Stride | None = Field(
+        default=None, description="Stride during the restoration; `null`: `mst.attention.stride`."
+    )
 
 
 @block("mst.attention")
@@ -39,8 +45,8 @@ class AttentionConfig:
     )
     stride: Annotated[Stride, WithJsonSchema(_FILE_STRIDE)] = Field(
         default=256,
-        description="Stride l of the pattern: in tokens (an integer), or as a share of `model.seq_length` (`0.25`, as "
-        "in the paper). Without a `model` block, the share refers to 1,024 tokens.",
+        description="Stride l of the pattern: in tokens (an integer), or as a fraction of `model.seq_length` (`0.25`, "
+        "as in the paper). Without a `model` block, the fraction refers to 1,024 tokens.",
     )
     phase_strides: PhaseStrides = Field(default_factory=PhaseStrides, description="Strides of individual phases.")
     dense_from: Literal["ultra_end", "restore_end"] | Duration = Field(
@@ -49,7 +55,7 @@ class AttentionConfig:
         "duration from the start of the run.",
     )
     backend: Literal["auto", "dense", "cpp", "triton", "blocked", "definition"] = Field(
-        default="auto", description="Kernel that computes sparse attention; one that cannot run here is an error."
+        default="auto", description="Kernel that computes sparse attention; a kernel that cannot run here is an error."
     )
 
     def __post_init__(self) -> None:

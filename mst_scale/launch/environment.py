@@ -58,7 +58,7 @@ def load_cluster_settings() -> None:
         stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, check=False,
     )  # fmt: skip
     if shell.returncode != 0:
-        raise UserError(f"{script} fails with exit code {shell.returncode}: fix what it says above")
+        raise UserError(f"{script} failed with exit code {shell.returncode}: fix the error that it printed above")
     variables = dict(line.split("=", 1) for line in os.fsdecode(shell.stdout).split("\0") if "=" in line)
     given = {name: value for name, value in variables.items() if name not in OF_THE_SHELL}
     _set_by_cluster.update(name for name, value in given.items() if os.environ.get(name) != value)

@@ -77,7 +77,7 @@ def run(
     check_places(config, arguments)
     places = gpus() or [str(number) for number in range(processes)]
     if len(places) < processes:
-        raise UserError(f"{processes} processes need as many GPUs, and there are {len(places)} ({', '.join(places)})")
+        raise UserError(f"{processes} processes need as many GPUs, but there are {len(places)} ({', '.join(places)})")
     _set_environment(processes)
     command = functools.partial(_command, places[:processes], config, arguments, port)
 

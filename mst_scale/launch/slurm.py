@@ -27,8 +27,8 @@
   --dry-run           show what would be submitted, and what the job would start
 
 The same command continues a run that has ended. launchers/cluster.sh sets the environment. To save now and requeue the
-job: scancel --signal=USR1 JOB. To save and stop: scancel --signal=TERM --batch JOB. To stop at once: scancel JOB. In a
-clone you can also call launchers/slurm.sh.
+job: scancel --signal=USR1 --batch JOB. To save and stop: scancel --signal=TERM --batch JOB. To stop at once: scancel
+JOB. In a clone you can also call launchers/slurm.sh.
 """
 
 from __future__ import annotations

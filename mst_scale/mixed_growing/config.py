@@ -54,7 +54,7 @@ class TopologyConfig:
     policy: str = Field(
         default="mst",
         description="Scores for pruning and growth; each method sets its own ([methods.md](methods.md)). `snfs` "
-        "grows by dense momentum, so with it, clipping uses the norm of the dense gradient.",
+        "grows by dense momentum, so clipping then uses the norm of the dense gradient.",
     )
     granularity: Literal["element", "channel"] | BlockGranularity = Field(
         default="element",
@@ -78,7 +78,8 @@ class TopologyConfig:
         default=None,
         ge=0,
         le=1,
-        description="R: fraction of the growth that is drawn at random. `null`: the policy's own (0.25 for `mst`).",
+        description="R: fraction of the growth that is drawn at random. `null`: the policy's own fraction (0.25 for "
+        "`mst`).",
     )
     mest_lambda: Annotated[StrictFloat, ZeroOr(1e-12, 1e12, "the gradient has no part in the score")] = Field(
         default=1.0, description="`mest`: weight of the gradient in the pruning score."
@@ -86,7 +87,7 @@ class TopologyConfig:
     replaces_update: StrictBool = Field(
         default=False,
         description="A topology step replaces the optimizer update of its step, as in the code of RigL and of the "
-        "paper. With `snfs`, the first update is always made: it grows by the momentum that this update creates.",
+        "paper. With `snfs`, the first update is always made, because growth uses the momentum that it creates.",
     )
     regrow: StrictBool = Field(
         default=True,
@@ -95,7 +96,8 @@ class TopologyConfig:
     grown_moments: Literal["seeded", "active_mean", "zero"] = Field(
         default="seeded",
         description="Adam's second moment of grown weights: `seeded` estimates it from their gradients and those of "
-        "the layer; `active_mean` copies the mean of the layer's active weights and needs no dense gradients; `zero`.",
+        "the layer; `active_mean` copies the mean of the layer's active weights and needs no dense gradients; `zero` "
+        "starts at 0.",
     )
     reset_momentum: StrictBool = Field(
         default=False, description="Set all first moments of a matrix to 0 when its mask is removed, as AC/DC does."
@@ -115,14 +117,14 @@ class TopologyConfig:
         default=1_000,
         ge=0,
         le=MAX_SEED,
-        description="Steps between checks that all ranks hold the same masks and that inactive weights are 0; `0` "
-        "never checks at a fixed interval. The first updates and every topology step are always checked.",
+        description="Steps between checks that all ranks hold the same masks and that inactive weights are 0; `0`: "
+        "no regular checks. The first updates and every topology step are always checked.",
         json_schema_extra=NO_EFFECT,
     )
     rezero: StrictBool = Field(
         default=False,
-        description="Set inactive weights and their optimizer states to 0 after every update. Optimizers that move "
-        "weights without a gradient need this; otherwise they stop the run.",
+        description="Set inactive weights and their optimizer states to 0 after every update. Needed with "
+        "optimizers that move weights without a gradient, which otherwise stop the run.",
     )
 
     @property

@@ -47,7 +47,7 @@ def restore(out: Path, resume_from: str, ranks: Ranks) -> dict[str, Any] | None:
         return None
     checkpoints = out / "checkpoints"
     if ranks.on_first(lambda: _is_new(out)):
-        logger.info("copies in memory are not used: they are of an earlier run in %s, which was removed", out)
+        logger.info("copies in memory are not used: they belong to an earlier run in %s, which was removed", out)
         return None
     verified = ranks.on_first(lambda: run_file.verified(out / "run.json"))
     reasons = ranks.on_first(lambda: _why_not(out, held.copies, verified))

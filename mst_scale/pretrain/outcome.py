@@ -52,7 +52,7 @@ def outcome(code: int, out: Path | None) -> Literal["done", "stop", "again"]:
     try:
         last = last_start(out)
     except OSError as error:  # of a network file system, which a later start may read
-        logger.error("cannot read %s (%s): how the run has ended is not known", out / "run.json", error)
+        logger.error("cannot read %s (%s), so it is not known how the run ended", out / "run.json", error)
         return "again"
     how = last.get("how") if last.get("job", {}).get("MST_START") == os.environ.get("MST_START") else None
     if code == 0:

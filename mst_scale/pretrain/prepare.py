@@ -141,7 +141,7 @@ def prepare(
         file = record_start(fitted, out, ranks, step=reached, source=source, batch=shape, text=None)
         if file is not None:
             file.ended(PAUSED, reached)
-        logger.info("the run is at step %d, which --stop-at %d does not pass: nothing is trained", reached, stop_at)
+        logger.info("the run is already at step %d, so --stop-at %d trains nothing", reached, stop_at)
         elastic.tell_waiting_ranks()
         ranks.leave()
         raise SystemExit(0)

@@ -95,7 +95,7 @@ def _newest_verified(out: Path, existing: list[str], ranks: Ranks) -> str | None
         oldest = int(existing[-1].removeprefix("step"))
         tag = finding.newest(folder, ranks, before=oldest + 1)
         logger.warning(
-            "the last start found silent corruption, and no checkpoint is of step %d, the last verified one, or an "
+            "the last start found silent corruption, and no checkpoint is of the last verified step, %d, or of an "
             "earlier step: %s may contain it", verified, folder / (tag or existing[-1]),
         )  # fmt: skip
     return tag

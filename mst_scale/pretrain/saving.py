@@ -209,7 +209,7 @@ class _Memory(HostMemory):
             copies = KeptCopies(self._folder, start, began, ring, newest)
             logger.info(
                 "every %d steps, each host keeps a copy of a checkpoint in %s%s", every, self._folder,
-                ", and one of the host before it" if several else "",
+                ", and one of the previous host's" if several else "",
             )  # fmt: skip
             return copies
         except (OSError, comm.FailedElsewhere) as error:

@@ -167,7 +167,7 @@ class Run:
         if self.ranks.first and found > target + MARGIN:
             logger.warning(
                 "the run ends with a sparsity of %.0f %% instead of the scheduled %.0f %%, because %d of %d updates "
-                "were skipped for gradients that were not finite: lower the learning rate, or clip gradients",
+                "were skipped because of non-finite gradients: lower the learning rate, or clip gradients",
                 100 * found, 100 * target, self.engine.skipped_steps, self.step,
             )  # fmt: skip
 

@@ -78,9 +78,9 @@ def loss(groups: Sequence[Group], x_axis: XAxis) -> Plot:
         margin = max(0.05 * (high - low), 1e-3)
         axes.set(title="Loss", ylabel="loss (nats per token)", ylim=(low - margin, high + 2 * margin))
 
-    caption = "Training loss is the mean of neighbouring rows, with single rows faint behind it; dots are evaluations."
+    caption = "Training loss is the mean of neighboring rows, with single rows faint behind it; dots are evaluations."
     if not alone:
-        caption = "Thin lines are training loss, the mean of neighbouring rows; thick lines with dots are evaluations."
+        caption = "Thin lines are training loss, the mean of neighboring rows; thick lines with dots are evaluations."
     caption += f" The first {WARM_UP:.0%} of a run may lie above the axis.{_shaded(groups)}"
     return Plot(f"loss-{x_axis.key}", caption, draw, place="loss", choice=x_axis.choice)
 
@@ -148,7 +148,7 @@ def throughput(groups: Sequence[Group]) -> Plot:
         axes.set_ylim(bottom=0)
         axes.yaxis.set_major_formatter(format_count)
 
-    caption = "Mean of neighbouring rows, including saves but not evaluations."
+    caption = "Mean of neighboring rows, including saves but not evaluations."
     return Plot("throughput", caption + _shaded(groups), draw)
 
 

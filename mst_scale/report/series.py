@@ -16,7 +16,7 @@ Curve = tuple[np.ndarray, np.ndarray]
 class Thinned:
     """A table of any length in at most `limit` buckets, which keeps its peaks.
 
-    A bucket holds k neighbouring rows; when there are too many buckets, neighbours merge and k doubles. Of each column
+    A bucket holds k neighboring rows; when there are too many buckets, neighbors merge and k doubles. Of each column
     a bucket keeps the mean, the lowest, the highest and the last value. NaN stands for a missing value.
     """
 
@@ -76,7 +76,7 @@ class Thinned:
 
 
 def _merge(table: np.ndarray, k: int) -> np.ndarray:
-    """Merge each k neighbouring buckets; the last one may have fewer."""
+    """Merge each k neighboring buckets; the last one may have fewer."""
     if k == 1 or not table.shape[1]:
         return table
     (total, count, low, high, last), starts = table, np.arange(0, table.shape[1], k)

@@ -63,7 +63,7 @@ class OutLock:
             if time.monotonic() >= deadline:
                 kind = OSError if restarted else UserError
                 raise kind(
-                    f"another run writes into {self.path.parent} ({self._holder()}): wait for its end, stop it, or "
+                    f"another run writes into {self.path.parent} ({self._holder()}): wait until it ends, stop it, or "
                     "choose another --out"
                 )
             time.sleep(0.5)

@@ -89,10 +89,10 @@ class SparsityConfig:
     restore: Duration = Field(default=1 / 14, description="Duration of the restoration, in which sparsity falls to 0.")
     sparse_tokens: Annotated[StrictFloat, Field(gt=0, le=MAX_SPARSE_TOKENS)] | None = Field(
         default=None,
-        description="Longest sparse phase of `sv`, `sd` and `gd` (warm-up, ultra and restoration together), in tokens "
-        "per parameter (those of an untied head do not count); longer phases are shortened in proportion, to at least "
-        "one step each, those of a method's preset too. Cannot be combined with values of `warmup`, `ultra` or "
-        "`restore` that the config states. `null`: no limit.",
+        description="Limit on the sparse phases of `sv`, `sd` and `gd` (warm-up, ultra-sparse and restoration "
+        "together), in tokens per parameter (an untied head does not count). Longer phases, including those of a "
+        "method's preset, are shortened in proportion, to at least one step each. Cannot be combined with values of "
+        "`warmup`, `ultra` or `restore` in the config. `null`: no limit.",
     )
     stages: StrictInt = Field(default=5, ge=1, le=1000, description="Number of stages of a staged phase.")
     turn: Duration = Field(default=1 / 14, description="`acdc`: duration of each of its sparse and dense phases.")

@@ -211,7 +211,7 @@ def cut_from_pieces(shape: tuple[int, ...], pieces: Sequence[AffinePiece]) -> Cu
 
 
 def _runs(shape: Sequence[int], offset: int, strides: Sequence[int]) -> tuple[np.ndarray[Any, Any], int]:
-    """(first of each run of neighbours, how long a run is) in the flattened tensor."""
+    """(first of each run of neighbors, how long a run is) in the flattened tensor."""
     dims, length = list(zip(shape, strides, strict=True)), 1
     while dims and (dims[-1][1] == length or dims[-1][0] == 1):
         length *= dims.pop()[0]

@@ -209,13 +209,13 @@ def main() -> None:
 `python -m tests.support.layouts --out benchmarks/results/layouts.md`
 
 A tiny GPT (3 blocks of 16, tied head, biases) with MST at 80 %, float32 on CPU ranks; {versions},
-{platform.machine()}. Each row against one rank without ZeRO:
+{platform.machine()}. Each row is compared with one rank without ZeRO:
 
 - **given gradients**: of the {masks} masks of {len(given["masks"])} topology steps, how many differ in any bit, where
   every layout starts from the same weights and gets the same logical gradients.
 - **{STEPS} steps**: the largest relative difference of a step's loss in training, and how many of its {learned} masks
-  differ. There the order in which floating-point numbers are added is the layout's own, and where two scores nearly tie
-  a mask may differ.
+  differ. Each layout adds floating-point numbers in its own order, so a mask may differ where two scores
+  nearly tie.
 
 | tensor | sequence | pipeline | data | ZeRO | ranks | given gradients | {STEPS} steps: loss | masks |
 |---|---|---|---|---|---|---|---|---|

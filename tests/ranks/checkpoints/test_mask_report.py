@@ -198,7 +198,7 @@ REFUSED = [
     (a_half_written_checkpoint, "unfinished"),
     (nothing_but_damage, "every checkpoint in"),
     (missing, "mst/rank_00001.safetensors is missing"),
-    (flipped, "mst/rank_00001.safetensors does not match its digest"),
+    (flipped, "mst/rank_00001.safetensors does not match its checksum"),
     (short, "mst/rank_00001.safetensors has"),
     (foreign, "mst/rank_00000.safetensors"),
     (lost, "mst/rank_00000.safetensors is missing"),

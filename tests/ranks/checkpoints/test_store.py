@@ -78,12 +78,12 @@ def flip(folder, old, new):
     [
         (lambda c: (c / "b.pt").unlink(), "b.pt is missing"),
         (lambda c: (c / "b.pt").write_text("b" * 999), "b.pt has 999 bytes of 1000"),
-        (lambda c: (c / "b.pt").write_text("b" * 999 + "x"), "b.pt does not match its digest"),
+        (lambda c: (c / "b.pt").write_text("b" * 999 + "x"), "b.pt does not match its checksum"),
         (lambda c: (c / "manifest.json").unlink(), "manifest.json cannot be read"),
         (lambda c: (c / "manifest.json").write_text("{"), "manifest.json cannot be read"),
         (lambda c: (c / "manifest.json").write_text("[]"), "manifest.json cannot be read"),
-        (lambda c: flip(c, "step00000001", "step00000003"), "manifest.json does not match its own digest"),
-        (lambda c: flip(c, '"batch": 8', '"batch": 9'), "manifest.json does not match its own digest"),
+        (lambda c: flip(c, "step00000001", "step00000003"), "manifest.json does not match its own checksum"),
+        (lambda c: flip(c, '"batch": 8', '"batch": 9'), "manifest.json does not match its own checksum"),
     ],
 )
 def test_damage_is_named(tmp_path, hurt, fault):

@@ -270,7 +270,7 @@ REFUSED = [
     ({"optimizer": {"type": "Sophia"}}, "has not been tested"),
     ({"optimizer": {"type": "AdamW", "legacy_fusion": True}}, "hooks"),
     ({"data_efficiency": {"data_routing": {"random_ltd": {"enabled": True}}}}, "tokens"),
-    ({"data_efficiency": {"data_sampling": {"curriculum_learning": {"enabled": True}}}}, "loader of your own"),
+    ({"data_efficiency": {"data_sampling": {"curriculum_learning": {"enabled": True}}}}, "data loader"),
     ({"curriculum_learning": {"enabled": True}}, "removed from DeepSpeed"),
     ({"activation_checkpointing": {"partition_activations": True}}, "recomputes"),
     ({"checkpoint": {"writer": {"type": "fast"}}}, "checkpoint.writer"),

@@ -104,7 +104,7 @@ def test_a_comment_that_cannot_be_read_does_not_reset_the_count(tmp_path: Path):
 
 def test_a_record_that_cannot_be_read_does_not_end_the_launcher(tmp_path: Path):
     code, text, asked = run_job(tmp_path, "mkdir -p out; ln -s run.json out/run.json; exit 0")
-    assert code == 0 and "how the run has ended is not known" in text and asked[-1] == "requeue 7"
+    assert code == 0 and "it is not known how the run ended" in text and asked[-1] == "requeue 7"
 
 
 @pytest.mark.parametrize("words", [("--stop-at", "7"), ("--stop-at=7",)])

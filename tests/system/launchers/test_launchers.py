@@ -40,7 +40,7 @@ def test_a_missing_python_is_named(copy):
     child = source_environment(copy, PYTHON="no-such-python")
     assert child.returncode == 1
     assert child.stderr == (
-        "mst_scale: no no-such-python here: install Python 3.10 or newer, or name one: PYTHON=/path/to/python\n"
+        "mst_scale: no-such-python was not found: install Python 3.10 or newer, or name one: PYTHON=/path/to/python\n"
     )
 
 
@@ -53,7 +53,9 @@ def test_a_missing_compiler_is_named(copy, tmp_path):
         [str(tools / "bash"), "-c", f"source '{copy}/launchers/environment.sh'"],
         env={"PATH": str(tools)}, capture_output=True, text=True, timeout=60, check=False,
     )  # fmt: skip
-    assert child.returncode == 1 and "no C++ compiler here" in child.stderr and "apt-get install g++" in child.stderr
+    assert (
+        child.returncode == 1 and "no C++ compiler was found" in child.stderr and "apt-get install g++" in child.stderr
+    )
 
 
 @pytest.mark.full
@@ -61,7 +63,7 @@ def test_a_failed_installation_says_what_to_do(copy):
     child = source_environment(copy, PIP_NO_INDEX="1")  # it cannot be built, with a network or without
     assert child.returncode == 1
     last = child.stderr.splitlines()[-1]
-    assert last.startswith("mst_scale: the installation failed: see ") and "start afresh with: rm -rf" in last
+    assert last.startswith("mst_scale: the installation failed: see ") and "rm -rf" in last
     assert (copy / ".venv-install.log").read_text(), "the log it names"
     assert not (copy / ".venv" / ".installed").exists(), "the next call tries again"
 

@@ -159,7 +159,7 @@ def test_parts_that_are_damaged_or_missing_are_not_used(tmp_path, folder, undist
     log = tmp_path / "logs" / "rank0"
     killed(tmp_path, argv, 7, lambda: "continues from memory" in log.read_text())
     said = log.read_text()
-    assert "the copy of step 8 in memory is not used" in said and "does not match its digest" in said
+    assert "the copy of step 8 in memory is not used" in said and "does not match its checksum" in said
     assert "continues from memory, at step 6" in said
     killed(tmp_path, argv, 8, lambda: parts(folder, 8) == [0, 1])
     shutil.rmtree(memory_copies.part_folder(folder, "step00000008", 0))
@@ -191,7 +191,7 @@ def test_a_host_that_is_lost_is_replaced_by_the_copy_of_its_neighbor(tmp_path, f
     damage(nodes[0], 3, 0)
     results = pool.run(attempt_on_hosts, 2, argv)
     assert [code for code, _ in results] == [0, 0], results
-    assert "continues from memory, at step 6" in results[0][1] and "and one of the host before it" in results[0][1]
+    assert "continues from memory, at step 6" in results[0][1] and "and one of the previous host" in results[0][1]
     assert_same_run(out, undisturbed("stage 3"))
     assert not folder.parent.exists()
 

@@ -187,7 +187,7 @@ def bad_disk(rank, world, folder):
 
 def test_an_old_checkpoint_is_deleted_only_after_the_newer_one_was_verified(tmp_path):
     ((error, newest),) = pool.run(bad_disk, 1, str(tmp_path))
-    assert "step00000003 is damaged: b.pt does not match its digest" in error
+    assert "step00000003 is damaged: b.pt does not match its checksum" in error
     assert newest == "step00000002" and sorted(finding.list_tags(tmp_path)) == ["step00000002", "step00000003"]
 
 

@@ -54,7 +54,7 @@ def test_bad_input_is_one_line_and_damage_is_not_a_usage_error(tmp_path, capsys)
     cases = (("nowhere", 2, "there is no folder"), ("empty", 2, "contains no checkpoint"))
     for name, code, message in (
         *cases,
-        (folder.name, 1, "rank_00001.safetensors does not match its digest"),
+        (folder.name, 1, "rank_00001.safetensors does not match its checksum"),
         (torn.name, 1, "manifest.json cannot be read"),
     ):
         assert main(["inspect", str(tmp_path / name)]) == code

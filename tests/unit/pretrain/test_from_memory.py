@@ -89,6 +89,6 @@ def test_a_full_disk_ends_the_start_and_damaged_parts_do_not(tmp_path):
         Held(OSError(errno.ENOSPC, "No space left on device")).make_checkpoint(OLD, tmp_path)
     assert list(tmp_path.iterdir()) == [], "no draft stays"
     held = Held(None)
-    held._put_back = lambda copy, rank, draft: "manifest.json does not match its digest"
+    held._put_back = lambda copy, rank, draft: "manifest.json does not match its checksum"
     assert "does not match" in held.make_checkpoint(OLD, tmp_path)
     assert list(tmp_path.iterdir()) == []
