@@ -108,7 +108,7 @@ def initialize(
     cut_sequences(model, others.get("mpu"))
     if own_loop and (changes := overridden_in_recipe(source)):
         logger.info("%s", changes)
-    if own_loop and (ineffective := describe_unread(source)):
+    if own_loop and (ineffective := describe_unread(source, blocks=("mst",))):
         notes.append(ineffective)
     for note in notes:
         logger.warning("%s", note)
