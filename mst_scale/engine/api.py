@@ -7,6 +7,7 @@ import inspect
 import weakref
 from argparse import Namespace
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -89,6 +90,8 @@ def initialize(
     own_loop = not isinstance(source, Experiment)  # `pretrain` passes an Experiment
     experiment: Experiment = load(source) if own_loop else source
     unread = _check_own_loop(source, experiment, others) if own_loop else []
+    if own_loop:
+        experiment = replace(experiment, has_length=states(source, "training", "steps"))
     notes = [*check_supported(experiment.deepspeed, experiment.mst), *unread]
     zero_shards.check_precision(precision_of(experiment.deepspeed))
     _refuse_unread_sizes(model, experiment, others)
