@@ -7,7 +7,7 @@ import json
 from typing import Any
 
 from mst_scale.cli import add_command
-from mst_scale.errors import UserError
+from mst_scale.errors import UserError, format_value
 
 TEXT = """\
 Recommend how to train a model on N GPUs: the sizes of tensor, sequence, pipeline and data parallelism, and the ZeRO
@@ -30,6 +30,7 @@ examples:
   mst plan --config gpt3_13b --nodes 8 --by-phase --set mst.compute.compact=auto   # how many GPUs each phase needs
 """
 COUNTS = ("gpus", "nodes", "gpus-per-node", "tp", "pp", "sp")
+MOST = 1 << 20  # GPUs
 UNITS = {"K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
 
 
@@ -70,6 +71,7 @@ def run(args: argparse.Namespace) -> int:
     from mst_scale.cli.plan_text import format_plan
     from mst_scale.config import load
     from mst_scale.config.check import check
+    from mst_scale.config.parallel import sizes_of
     from mst_scale.flops.budgets import shortened
     from mst_scale.plan.answer import plan
     from mst_scale.plan.expected_gain import advise, expect
@@ -77,7 +79,7 @@ def run(args: argparse.Namespace) -> int:
 
     experiment = load(args.config, args.set, args.method)
     gpus, nodes = _gpus_and_nodes(args)
-    experiment = shortened(experiment, gpus)
+    experiment = shortened(experiment, sizes_of(experiment.deepspeed).data(gpus))
     check(experiment)
     tokens = None if args.tokens is None else _tokens(args.tokens)
     target = machine(args.gpu, gpus, nodes, tuple(args.efficiency), args.network)
@@ -122,8 +124,8 @@ def _gpus_and_nodes(args: argparse.Namespace) -> tuple[int, int | None]:
 
     options = {f"--{name}": getattr(args, name.replace("-", "_")) for name in COUNTS}
     for option, number in options.items():
-        if number is not None and number < 1:
-            raise UserError(f"{option} must be at least 1, not {number}")
+        if number is not None and not 1 <= number <= MOST:
+            raise UserError(f"{option} must be a number from 1 to {MOST:,}, not {format_value(number)}")
     if args.gpus is None and args.nodes is None:
         raise UserError("the number of GPUs is missing: give --nodes N, or --gpus N")
     each = args.gpus_per_node or gpu_named(args.gpu).per_node

@@ -32,9 +32,9 @@ def format_plan(plan: Plan, expected: Expectation | None = None, advice: Advice 
 
 
 def format_phases(phases: Sequence[PhaseOptions], gpus: int, gpu: str) -> str:
-    """Format the fewest GPUs of each phase, the number with the fewest GPU-hours, and all GPUs."""
-    each = ["memory", "time", "GPU-h"]
-    rows = [["phase", "steps", "storage", "fewest", *each, "best", *each, f"{gpus:,}:", "time", "GPU-h"]]
+    """Format the fewest GPUs of each phase, the number with the fewest GPU-hours, and the most that share the batch."""
+    each, most = ["memory", "time", "GPU-h"], max(phase.options[-1].gpus for phase in phases)
+    rows = [["phase", "steps", "storage", "fewest", *each, "best", *each, f"{most:,}:", "time", "GPU-h"]]
     totals = [0.0] * 6
     for phase in phases:
         row = [phase.name, f"{phase.steps:,}", "compact" if phase.compact else "dense"]
@@ -54,6 +54,8 @@ def format_phases(phases: Sequence[PhaseOptions], gpus: int, gpu: str) -> str:
         "within 3 % of the minimum. Times are expected, not measured, and do not include saving and restarting between "
         "phases. --json prints the settings."
     )
+    if most < gpus:
+        about = f"{gpus:,} GPUs cannot share the global batch evenly, so the last columns are for {most:,}. {about}"
     return "\n".join([*align(rows, [0, 2]), _wrap(about)])
 
 

@@ -10,7 +10,7 @@ parallel      tensor, sequence and pipeline parallelism of a config
 changes       keys that change the result, and the differences of a resumed run
 renamed       keys and values of version 0.1
 support       whether sparse training is exact with a key of DeepSpeed
-unread        keys of the block mst that the method does not read
+unread        stated keys that the method or another key leaves without effect
 schema        writes the JSON schema
 """
 

@@ -381,6 +381,8 @@ class Experiment:
     """The finished steps with which an engine begins and ends, if it does not train the whole run."""
     with_mst: MSTConfig | None = None
     """The block `mst` of this config with method `mst`, if its own is `dense-short` and names no run to match."""
+    has_length: bool = True
+    """Whether the run has `training.steps` steps; a custom loop may leave its length open."""
 
     @property
     def sparsities(self) -> set[float]:

@@ -22,6 +22,7 @@ Open = Literal["auto"] | None
 Average = Annotated[StrictFloat, Field(ge=0, le=0.999999)]  # closer to 1, it would stay near its initial value, 0
 Share = Annotated[StrictFloat, Field(ge=0, le=1)]
 Positive = Annotated[StrictFloat, Field(gt=0)]
+Elements = Annotated[StrictFloat, Field(ge=0, le=1e18)]  # of tensors, which DeepSpeed's buffers and thresholds count
 _MAX_SCALE = 2**32  # of a loss in fp16, where gradients overflow above 65504
 
 
@@ -94,6 +95,13 @@ class DataTypes:
     grad_accum_dtype: str | None = Field(default=None, description="Type in which gradients are accumulated.")
 
 
+@block("zero_optimization.offload", extra="allow")
+class Offload:
+    """Offload of optimizer states or parameters."""
+
+    device: Literal["none", "cpu", "nvme"] | Open = Field(default=None, description="Where they are kept.")
+
+
 @block("zero_optimization", extra="allow")
 class ZeroOptimization:
     """ZeRO."""
@@ -101,6 +109,21 @@ class ZeroOptimization:
     stage: Any = Field(
         default=0, description="ZeRO stage.", json_schema_extra={"enum": [*STAGES, "auto"]}
     )  # see stage_of
+    offload_optimizer: Offload | Open = Field(default=None, description="Offload of the optimizer's states.")
+    offload_param: Offload | Open = Field(default=None, description="Offload of parameters, at stage 3.")
+    reduce_bucket_size: Annotated[StrictFloat, Field(ge=1, le=1e18)] | Open = Field(
+        default=None, description="Elements of gradients that are reduced at a time."
+    )
+    allgather_bucket_size: Elements | Open = Field(default=None, description="Elements that are gathered at a time.")
+    sub_group_size: Elements | Open = Field(default=None, description="Elements that stage 3 updates at a time.")
+    stage3_prefetch_bucket_size: Elements | Open = Field(default=None, description="Elements gathered ahead of use.")
+    stage3_max_live_parameters: Elements | Open = Field(default=None, description="Most elements that are whole.")
+    stage3_max_reuse_distance: Elements | Open = Field(
+        default=None, description="Elements until the next use within which a parameter stays whole."
+    )
+    stage3_param_persistence_threshold: Elements | Open = Field(
+        default=None, description="Parameters of at most this many elements always stay whole."
+    )
 
 
 @block("bf16", extra="allow")

@@ -91,9 +91,12 @@ def _composed(
     """Return the name for messages and the config with the command line's changes, before presets are filled in."""
     where, raw = read(config)
     overrides = list(overrides)
-    asked = [name for key, _, name in (one.partition("=") for one in overrides) if key == "recipe"]
+    asked: dict[str, Any] = {}
+    for override in overrides:
+        if override.partition("=")[0] == "recipe":
+            apply_override(asked, override)
     if asked and all(isinstance(raw.get(block, {}), dict) for block in BLOCKS):
-        recipe = _recipe(asked[-1], {}, where, overrides)
+        recipe = _recipe(asked["recipe"], {}, where, overrides)
         if "sparse_tokens" in recipe["mst"].get("sparsity", {}):  # replaces durations that the file states
             raw["mst"] = _without(DURATIONS["sv"], raw.get("mst", {}))
         _take_method(raw, recipe["mst"]["method"], where)

@@ -269,6 +269,8 @@ def _gpu_memory() -> Finding:
 def _disk(name: str, place: Path, least: int, elsewhere: str) -> Finding:
     """Check the folder, or the one that it would be created in."""
     existing = next(folder for folder in (place, *place.absolute().parents) if folder.exists())
+    if not existing.is_dir():
+        return wrong(name, f"{existing} is not a folder", f"{elsewhere} a folder")
     free = shutil.disk_usage(existing).free
     if not os.access(existing, os.W_OK):
         return wrong(name, f"{existing} cannot be written", f"{elsewhere} a folder that you can write")

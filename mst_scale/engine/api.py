@@ -7,6 +7,7 @@ import inspect
 import weakref
 from argparse import Namespace
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -89,6 +90,8 @@ def initialize(
     own_loop = not isinstance(source, Experiment)  # `pretrain` passes an Experiment
     experiment: Experiment = load(source) if own_loop else source
     unread = _check_own_loop(source, experiment, others) if own_loop else []
+    if own_loop:
+        experiment = replace(experiment, has_length=states(source, "training", "steps"))
     notes = [*check_supported(experiment.deepspeed, experiment.mst), *unread]
     zero_shards.check_precision(precision_of(experiment.deepspeed))
     _refuse_unread_sizes(model, experiment, others)
@@ -108,7 +111,7 @@ def initialize(
     cut_sequences(model, others.get("mpu"))
     if own_loop and (changes := overridden_in_recipe(source)):
         logger.info("%s", changes)
-    if own_loop and (ineffective := describe_unread(source)):
+    if own_loop and (ineffective := describe_unread(source, blocks=("mst",))):
         notes.append(ineffective)
     for note in notes:
         logger.warning("%s", note)

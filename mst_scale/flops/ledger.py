@@ -254,7 +254,9 @@ def uncounted_flops(experiment: Experiment, sequences: float) -> float:
     `flops` and `flops_causal` in the metrics do not include them, as in the paper; for wide models they are negligible.
     Comparisons of methods by all their FLOPs include them. A smaller run that this one has grown from is not included.
     """
-    updates = UPDATE_FLOPS * experiment.training.steps * experiment.model.weights
+    model = experiment.model
+    weights = model.weights + (0 if model.tied_head else model.padded_vocab * model.n_embd)
+    updates = UPDATE_FLOPS * experiment.training.steps * weights
     return sequences * topology_flops(experiment)[1].total + updates
 
 

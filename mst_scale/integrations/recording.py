@@ -149,8 +149,9 @@ class Recording:
             if step == 0 and (self.out / "metrics.jsonl").exists():
                 logger.warning("%s has the metrics of an earlier run: they are replaced", self.out)
             self.run_file = RunFile(self.out / "run.json", self._config(), self._start(step))
+        length = self.steps if self.mst.experiment.has_length else None
         self.record = Record(
-            self.out, self.steps, batch=zero_shards.sequences_a_step(self.engine), step=kept, tokens=tokens,
+            self.out, length, batch=zero_shards.sequences_a_step(self.engine), step=kept, tokens=tokens,
             monitor=_TensorBoard(self.out if self.tensorboard and self.first else None), first=self.first,
             layers=self.layers, shows=self.shows,
         )  # fmt: skip
@@ -299,7 +300,7 @@ class Recording:
         """Return the part of the config that has an effect in a custom loop."""
         experiment: Experiment = self.mst.experiment
         full = to_dict(experiment)
-        training = {key: full["training"][key] for key in READ}
+        training = {key: full["training"][key] for key in READ if key != "steps" or experiment.has_length}
         return {**experiment.deepspeed, "training": training, "mst": full["mst"]}
 
     def _start(self, step: int) -> dict[str, Any]:

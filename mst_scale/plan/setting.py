@@ -139,13 +139,15 @@ class Setting:
 def _number(zero: dict[str, Any], key: str, default: int) -> int:
     """Return a size in a config's ZeRO block; frameworks fill in "auto" later, for which the default is taken.
 
+    DeepSpeed accepts the keys of stage 3 without their prefix, too.
+
     Raises:
         UserError: if it is not a number.
     """
-    value = zero.get(key)
+    value = zero.get(key, zero.get(key.removeprefix("stage3_")))
     if value in (None, "auto"):
         return default
-    if isinstance(value, bool) or not isinstance(value, int | float):
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
         raise UserError(f"zero_optimization.{key} must be a number, not {value!r}")
     return int(value)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
@@ -18,7 +19,7 @@ from mst_scale.flops.frontier import AT_LEAST, AT_MOST, Multiplier, Point, front
 from mst_scale.flops.ledger import uncounted_flops
 from mst_scale.methods import METHODS
 from mst_scale.report.groups import Group, model_of
-from mst_scale.report.reader import Run
+from mst_scale.report.reader import Run, number
 from mst_scale.report.style import MARKERS, Plot, Theme, legend, ratio_axis
 from mst_scale.run_logging.progress import flops_unit
 
@@ -109,7 +110,8 @@ def notes(runs: Sequence[Run]) -> list[str]:
 
 
 def _is_counted(run: Run) -> bool:
-    return run.finished and run.last_val_loss is not None and all(run.last.get(key) for key in KEYS.values())
+    values = [run.last_val_loss, *(run.last.get(key) for key in KEYS.values())]
+    return run.finished and all(number(value) > 0 for value in values)
 
 
 def _is_dense(run: Run) -> bool:
@@ -129,9 +131,10 @@ def _point(run: Run, key: str) -> Point:
 
 def _uncounted(run: Run) -> float | None:
     """Return the FLOPs that the metrics leave out, or None if they are not known."""
-    if "model" not in run.config or run.experiment is None or "tokens" not in run.last:
+    tokens = number(run.last.get("tokens"))
+    if "model" not in run.config or run.experiment is None or not math.isfinite(tokens):
         return None
-    return uncounted_flops(run.experiment, run.last["tokens"] / run.experiment.model.seq_length)
+    return uncounted_flops(run.experiment, tokens / run.experiment.model.seq_length)
 
 
 # --- table ---

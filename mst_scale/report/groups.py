@@ -72,8 +72,9 @@ def _names(groups: list[list[Run]]) -> list[str]:
             differences = ", ".join(f"{k.rpartition('.')[2]} {mine[k]}" for k in keys[:2] if k != "mst.method")
             name = f"{name}, {differences}" if differences else run.name
         found.append(name if len(name) <= MAX_NAME else name[: MAX_NAME - 1] + "…")
-    unique = zip(found, groups, strict=True)
-    return [name if found.count(name) == 1 else group[0].name[:MAX_NAME] for name, group in unique]
+    whole = [name if found.count(name) == 1 else group[0].name for name, group in zip(found, groups, strict=True)]
+    short = [name[:MAX_NAME] for name in whole]
+    return [name if short.count(name) == 1 else full for name, full in zip(short, whole, strict=True)]
 
 
 # --- names of matrices ---

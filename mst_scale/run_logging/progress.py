@@ -69,17 +69,23 @@ class Starting:
 
 
 class ProgressLine:
-    """The progress of a run: one line that is rewritten on a terminal, plain lines elsewhere."""
+    """The progress of a run: one line that is rewritten on a terminal, plain lines elsewhere.
 
-    def __init__(self, total: int, step: int, out: TextIO | None = None):
+    `total` is the last step, or None if it is not known.
+    """
+
+    def __init__(self, total: int | None, step: int, out: TextIO | None = None):
         self.out = out or sys.stdout
         self._total, self._first_step, self._start = total, step, time.monotonic()
         self._live = may_rewrite(self.out)
 
     def show(self, row: dict[str, Any], dense_ms: float | None = None) -> None:
         """Show a row of the metrics, with the time of a dense step if it is known."""
-        elapsed = time.monotonic() - self._start
-        left = elapsed / max(1, row["step"] - self._first_step) * (self._total - row["step"])
+        progress = [f"step {row['step']}"]
+        if self._total is not None:
+            elapsed = time.monotonic() - self._start
+            left = elapsed / max(1, row["step"] - self._first_step) * (self._total - row["step"])
+            progress = [f"step {row['step']:>{len(str(self._total))}}/{self._total}", f"ETA {clock(left)}"]
         saved = []
         if row["flops"] < row["flops_dense"] or row["sparsity"]:
             sparsity, target = f"{row['sparsity']:.0%}", f"{row['target_sparsity']:.0%}"
@@ -92,8 +98,7 @@ class ProgressLine:
                 f"step {_duration(row['step_ms'])}" + ("" if dense_ms is None else f" (dense {_duration(dense_ms)})"),
             ]
         parts = [
-            f"step {row['step']:>{len(str(self._total))}}/{self._total}",
-            f"ETA {clock(left)}",
+            *progress,
             "no loss" if row["loss"] is None else f"loss {row['loss']:.4f}",
             f"{row['tokens_per_s']:,.0f} tokens/s",
             *saved,

@@ -34,7 +34,7 @@ Compare = Callable[[Row], list[tuple[str, str]]]
 
 
 class Record:
-    """Logs a run of `steps` steps from `step` on. All ranks collect values, and the first one writes.
+    """Logs a run of `steps` steps (None: not known) from `step` on. All ranks collect values, and the first one writes.
 
     `batch` are the sequences per step, `tokens` those before `step`, and `layers` the effects of topology steps since
     the last row, from a checkpoint. `monitor` is DeepSpeed's, or an object with its `enabled` and `write_events`.
@@ -42,7 +42,7 @@ class Record:
     """
 
     def __init__(
-        self, out: Path, steps: int, *, batch: int, step: int, tokens: int, monitor: Any, first: bool,
+        self, out: Path, steps: int | None, *, batch: int, step: int, tokens: int, monitor: Any, first: bool,
         layers: dict[str, Row], shows: bool = True,
     ):  # fmt: skip
         self.out, self.layers, self.times = out, layers, StepTimes()

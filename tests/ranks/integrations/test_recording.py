@@ -20,6 +20,7 @@ from mst_scale.integrations import recording
 from mst_scale.models import BERT, GPT
 from mst_scale.report.groups import group_runs, model_of
 from mst_scale.report.reader import Reader
+from mst_scale.report.summary import headline
 from mst_scale.run_logging import record
 from mst_scale.tensor_parallel import TensorGroup
 from tests.support import cut_sequences, pool
@@ -382,6 +383,27 @@ class OfBatches(torch.nn.Module):
 
     def forward(self, batch):
         return self.inner(batch.x, batch.y)
+
+
+def without_length(rank, world, folder):
+    config = mst_config(0, world, method="dense")
+    del config["training"]["steps"]
+    engine, *_ = mst_scale.initialize(model=toy(), config=config)
+    recording = mst_scale.record(engine, folder, every=1)
+    for step in range(2):
+        engine.backward(engine(*toy_batch(step, rank)))
+        engine.step()
+    recording.close()
+
+
+def test_a_run_without_a_length_is_not_said_to_be_unfinished(tmp_path):
+    """Its config states no training.steps, whose default is that of the paper."""
+    pool.run(without_length, 1, str(tmp_path))
+    reader = Reader(tmp_path)
+    reader.update()
+    assert reader.run.steps == 0 and reader.run.step == 2 and reader.run.ended
+    assert not any("not finished" in note for note in reader.run.notes)
+    assert "of 140,000" not in headline(group_runs([reader.run]))
 
 
 def uncounted(rank, world, folder):

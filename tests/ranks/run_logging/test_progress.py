@@ -42,6 +42,12 @@ def test_plain_lines_without_a_terminal():
     assert "sparse" not in second and "FLOPs" not in second, "a dense run speaks of no sparsity"
 
 
+def test_a_run_of_unknown_length_has_no_time_left():
+    out = io.StringIO()
+    ProgressLine(None, 0, out).show(ROW)
+    assert out.getvalue().startswith("step 20 · loss 2.5000 · ")
+
+
 def test_a_narrow_terminal_shows_whole_items(monkeypatch):
     monkeypatch.setenv("COLUMNS", "60")
     out = Terminal()

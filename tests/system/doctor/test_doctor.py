@@ -198,6 +198,17 @@ def test_a_full_disk_and_little_memory_are_found(monkeypatch, tmp_path):
     assert verdicts(machine.check_room())["disk, this folder"] == LOOK
 
 
+def test_a_file_in_place_of_a_folder_is_wrong(monkeypatch, tmp_path):
+    """Nothing can be built there, however much space its disk has."""
+    place = tmp_path / "file"
+    place.write_text("")
+    monkeypatch.setenv("MST_SCALE_CACHE", str(place))
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(place / "inside"))
+    found = {finding.name: finding for finding in machine.check_room()}
+    for name in ("disk, kernels", "disk, DeepSpeed"):
+        assert found[name].verdict == WRONG and f"{place} is not a folder" in found[name].message
+
+
 def test_memory_of_a_container_counts(monkeypatch, tmp_path):
     (tmp_path / "memory.max").write_text("4000000\n")
     (tmp_path / "memory.current").write_text("1000000\n")

@@ -128,6 +128,7 @@ def test_recipes():
         assert (over.mst.sparsity.max, over.mst.topology.random_ratio) == (0.8, 1.0)
         assert (over.training.lr_schedule, over.training.decay, over.training.steps) == ("wsd", 0.4, 140_000)
     assert load("demo", method="mst") == load("demo"), "the method of a file's recipe is no other"
+    assert load(MINIMAL, ['recipe="mst-best"']) == load(MINIMAL, ["recipe=mst-best"]), "JSON, as for every key"
     asked = ["mst.sparsity.max=0.9", "recipe=mst-best"]
     assert load("gpt2_small", asked).mst.sparsity.max == 0.9, "a key of its own goes over a recipe"
     rigl = load({**MINIMAL, "mst": {"method": "rigl"}}, ["recipe=mst-best"])

@@ -138,6 +138,10 @@ def _adam(**params):
     [
         ({"zero_optimization": {"stage": 7}}, "stage = 7: the stages are 0, 1, 2 and 3"),
         ({"zero_optimization": 2}, "zero_optimization must be an object"),
+        ({"zero_optimization": {"offload_optimizer": "cpu"}}, "offload_optimizer must be an object"),
+        ({"zero_optimization": {"offload_param": {"device": "gpu"}}}, "offload_param.device must be 'none' or 'cpu'"),
+        ({"zero_optimization": {"reduce_bucket_size": float("nan")}}, "reduce_bucket_size must be a number"),
+        ({"zero_optimization": {"stage3_prefetch_bucket_size": -5}}, "prefetch_bucket_size must be a number from 0"),
         ({"fp16": {"enabled": True}, "bf16": {"enabled": True}}, "choose one"),
         ({"fp16": {"enabled": "no"}}, "fp16.enabled must be true or false"),
         ({"bf16": {"enabled": "no"}}, "bf16.enabled must be true or false"),

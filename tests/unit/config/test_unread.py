@@ -1,4 +1,4 @@
-"""Stated keys of the block mst that the method does not read are named; those of presets, recipes and runs are not."""
+"""Stated keys that a config does not read are named in one line; those of presets, recipes and runs are not."""
 
 import pytest
 
@@ -35,6 +35,32 @@ MINIMAL = {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr"
         ),
         ({"method": "spartan", "sparsity": {"warmup": 0.5}, "topology": {"interval": 10}}, []),
         ({"method": "powerprop", "sparsity": {"max": 0.8}}, ["sparsity.max"]),
+        ({"method": "mst", "sparsity": {"initial": "magnitude"}}, ["sparsity.initial"]),
+        ({"method": "mst", "sparsity": {"initial": "magnitude", "warmup": 0}}, []),
+        ({"method": "rigl", "sparsity": {"initial": "magnitude"}}, []),
+        (
+            {"method": "rigl", "topology": {"revive_dead_units": False, "reset_momentum": True, "regrow": False}},
+            ["topology.revive_dead_units", "topology.reset_momentum"],
+        ),
+        (
+            {"method": "gmp", "topology": {"regrow": False, "random_ratio": 0.5, "grown_moments": "zero"}},
+            ["topology.regrow", "topology.random_ratio", "topology.grown_moments"],
+        ),
+        ({"method": "spdf", "topology": {"grown_moments": "zero", "revive_dead_units": False}}, []),
+        (
+            {"method": "dense", "seed": 3, "targets": {"lm_head": False}, "compute": {"backend": "cpu"}},
+            ["seed", "targets.lm_head", "compute.backend"],
+        ),
+        ({"method": "monarch", "targets": {"lm_head": True}}, []),
+        (
+            {"method": "dense", "attention": {"pattern": "strided", "stride": 8}},
+            ["attention.pattern", "attention.stride"],
+        ),
+        ({"method": "dense", "attention": {"pattern": "strided", "stride": 8, "dense_from": 9}}, []),
+        (
+            {"method": "sd", "attention": {"pattern": "strided", "phase_strides": {"restore": 8, "ultra": 8}}},
+            ["attention.phase_strides.restore"],
+        ),
         (
             {
                 "method": "powerprop",
@@ -55,6 +81,61 @@ def test_stated_keys_without_effect_are_named_in_one_line(mst, unread):
         f"{names} {'has' if len(unread) == 1 else 'have'} no effect with method {mst['method']}"
     )
     assert ("mst.sparsity.variation sparse" in described) == (mst.get("sparsity", {}).get("variation") == "sparse")
+
+
+@pytest.mark.parametrize(
+    ("raw", "described"),
+    [
+        (
+            {"mst": {"method": "rigl", "attention": {"stride": 8}}},
+            "mst.attention.stride has no effect with mst.attention.pattern dense",
+        ),
+        ({"training": {"decay": 0.3}}, "training.decay has no effect with training.lr_schedule cosine"),
+        ({"training": {"decay": 0.3, "lr_schedule": "wsd"}}, None),
+        ({"training": {"eval_data": "x"}}, "training.eval_data has no effect without training.eval_tasks"),
+        ({"training": {"checkpoint_form": "compact"}}, "with mst.compute.compact off"),
+        ({"training": {"spike": {"skip": 2}}}, "training.spike.skip has no effect with training.spike.action log"),
+        ({"training": {"spike": {"action": "rollback", "skip": 2}}}, None),
+        ({"training": {"spike": {"action": "off", "window": 9}}}, "training.spike.window has no effect"),
+        ({"training": {"spike": {"window": 9}}}, None),
+        (
+            {"training": {"baseline": {"flops": 1.0, "val_loss": 1.0}}},
+            "training.baseline.flops, training.baseline.val_loss have no",
+        ),
+        ({"training": {"sparse_rate": 1.0}}, "training.sparse_rate has no effect with method dense"),
+        ({"training": {"sparse_rate": 1.0}, "mst": {"method": "mst"}}, None),
+        ({"model": {"mask_share": 0.2}}, "model.mask_share has no effect with model.arch gpt"),
+        ({"model": {"mask_share": 0.2, "arch": "bert"}}, None),
+        ({"data": {"dir": "x", "val_fraction": 0.1}}, "data.val_fraction has no effect without data.source"),
+        ({"data": {"dir": "x", "source": "stdlib", "val_fraction": 0.1}}, None),
+        ({"model": {"n_layer": 2}, "mst": {"method": "tiny"}}, "model.n_layer has no effect with method tiny"),
+        ({"model": {"n_layer": 6}, "mst": {"method": "tiny"}}, None),
+        (
+            {"training": {"decay": 0.3}, "model": {"mask_share": 0.2}},
+            "model.mask_share has no effect with model.arch gpt: leave it out; training.decay has no effect",
+        ),
+    ],
+)
+def test_keys_of_every_block_are_named_with_the_reason(raw, described):
+    found = describe_unread({**MINIMAL, **raw})
+    assert found is None if described is None else described in found
+
+
+def test_the_model_of_a_file_is_not_named_for_another_method():
+    own = {**MINIMAL, "model": {"n_layer": 2}, "mst": {"method": "mst"}}
+    assert describe_unread(own, method="tiny") is None
+    assert "model.n_layer" in describe_unread(own, ["model.n_layer=3"], method="tiny")
+
+
+def test_a_resolved_config_states_every_key_and_none_is_named():
+    resolved = to_dict(load({**MINIMAL, "recipe": "mst-best", "model": {"seq_length": 64}}, method="rigl"))
+    assert describe_unread(resolved) is None
+    assert "training.spike.skip" in describe_unread(resolved, ["training.spike.skip=3"])
+
+
+def test_only_some_blocks():
+    raw = {**MINIMAL, "training": {"sparse_rate": 1.0}, "mst": {"method": "dense", "sparsity": {"max": 0.9}}}
+    assert describe_unread(raw, blocks=("mst",)) == "mst.sparsity.max has no effect with method dense: leave it out"
 
 
 @pytest.mark.parametrize("name", [*METHODS])

@@ -280,6 +280,8 @@ SHORT_WEIGHTS = (50 + 32) * 16 + 2 * 12 * 16 * 16  # embeddings and matrices
 
 def test_a_dense_run_has_its_optimizer_alone():
     assert uncounted_flops(load(SHORT, method="dense"), 240) == 17 * 60 * SHORT_WEIGHTS
+    untied = load(SHORT, ["model.tied_head=false"], "dense")
+    assert uncounted_flops(untied, 240) == 17 * 60 * (SHORT_WEIGHTS + 50 * 16), "a head of its own is updated too"
 
 
 def test_dense_gradients_of_topology_steps_are_added_for_every_sequence():

@@ -1,12 +1,15 @@
 """The whole plan of a config."""
 
+import json
 from dataclasses import replace
 
 import pytest
 
+from mst_scale.cli import main
 from mst_scale.cli.plan_text import format_plan
 from mst_scale.config import load
 from mst_scale.errors import UserError
+from mst_scale.flops.budgets import shortened
 from mst_scale.plan.answer import of_tokens, plan
 from mst_scale.plan.gpus import machine
 from mst_scale.plan.setting import setting_of
@@ -203,3 +206,23 @@ def test_a_smaller_micro_batch_keeps_the_batch_of_a_config_that_states_no_other(
 def test_phases_that_are_longer_than_the_run_stay_so():
     e = load("gpt2_small", ["mst.attention.dense_from=200000"])
     assert of_tokens(e, 1e10, 512).mst.attention.dense_from == 1.0
+
+
+def test_a_dense_short_run_has_the_steps_that_pretrain_gives_it(tmp_path, capsys):
+    """Its length depends on the number of replicas if the batch is stated per rank: 2 of 4 GPUs share the model."""
+    config = {
+        "train_micro_batch_size_per_gpu": 4, "tensor_parallel": {"autotp_size": 2},
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}, "training": {"steps": 100},
+        "model": {"n_layer": 2, "n_head": 2, "n_embd": 32, "seq_length": 16, "vocab_size": 250},
+        "mst": {"method": "dense-short", "like": str(ROOT / "ds_configs" / "demo.json")},
+    }  # fmt: skip
+    path = tmp_path / "c.json"
+    path.write_text(json.dumps(config))
+    assert main(["plan", "--config", str(path), "--gpus", "4", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["steps"] == shortened(load(config), ranks=2).training.steps
+
+
+@pytest.mark.parametrize("number", ["0", "1000000000"])
+def test_a_number_of_gpus_that_cannot_be_meant_is_rejected(number, capsys):
+    assert main(["plan", "--config", "demo", "--nodes", "1", "--gpus", number]) == 2
+    assert "--gpus must be a number from 1 to 1,048,576" in capsys.readouterr().err

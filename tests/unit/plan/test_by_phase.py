@@ -73,3 +73,11 @@ def test_the_command(capsys):
     assert lines[0].split()[:4] == ["phase", "steps", "storage", "fewest"] and max(map(len, lines)) <= 120
     assert main([*words, "--by-phase", "--tp", "2"]) == 2
     assert "omit --tp" in capsys.readouterr().err
+
+
+def test_the_last_columns_are_named_after_the_gpus_that_they_are_for(capsys):
+    """6 GPUs cannot share 16 sequences; 4 can."""
+    words = ["plan", "--config", str(ROOT / "ds_configs" / "demo.json"), "--gpus", "6", "--by-phase"]
+    assert main(words) == 0
+    shown = capsys.readouterr().out
+    assert "4:" in shown.splitlines()[0].split() and "6:" not in shown and "6 GPUs cannot share" in shown

@@ -9,7 +9,7 @@ from mst_scale.config import load
 from mst_scale.engine.targets import choose_targets
 from mst_scale.models.bert import BERT as BERT_MODEL
 from mst_scale.models.gpt import GPT
-from mst_scale.plan.setting import held, parameters, sparse_parameters
+from mst_scale.plan.setting import held, parameters, setting_of, sparse_parameters
 from tests.support.plan_configs import MODEL, setting, total
 
 SMALL = {"n_layer": 2, "n_head": 2, "n_embd": 8, "seq_length": 4, "vocab_size": 10}
@@ -61,3 +61,15 @@ def test_stages_hold_every_layer_once_and_a_tied_head_twice():
     untied = replace(MODEL, tied_head=False)
     ends = [held(untied, s, stage) for stage in (0, 1)]
     assert total(ends[0]) + total(ends[1]) == total(parameters(untied))
+
+
+def test_keys_of_stage_3_are_read_with_and_without_their_prefix():
+    short = {"prefetch_bucket_size": 7, "max_live_parameters": 8, "max_reuse_distance": 9,
+             "param_persistence_threshold": 10}  # fmt: skip
+    batch = {"train_micro_batch_size_per_gpu": 1, "mst": {"method": "dense"}}
+
+    def read(zero):
+        return setting_of(load({**batch, "zero_optimization": {"stage": 3, **zero}}), 2)
+
+    wanted = read({f"stage3_{key}": value for key, value in short.items()})
+    assert read(short) == wanted != read({})

@@ -92,6 +92,21 @@ def test_what_cannot_be_compared_is_refused_or_told(tmp_path, capsys):
     ]
 
 
+@pytest.mark.parametrize("value", [None, float("nan"), "x", -1.0, 0, {}])
+@pytest.mark.parametrize("key", ["flops", "flops_causal", "val_loss"])
+def test_a_run_without_flops_or_loss_is_left_out(tmp_path, key, value):
+    """Rows may come from a loop of one's own, or from a disk that has damaged them."""
+    run = read(ending(runs.write(tmp_path / "run", "dense", steps=100, seed=1), 0.1, **{key: value}))
+    assert frontier.notes([run]) == ["left out, because their validation loss or FLOPs are missing: run"]
+
+
+@pytest.mark.parametrize("value", [None, float("nan"), "x"])
+def test_flops_that_follow_from_tokens_are_left_out_without_them(tmp_path, value):
+    run = read(ending(runs.write(tmp_path / "run", "dense", steps=100, seed=1), 0.1, tokens=value))
+    (method,) = frontier.compare(group_runs([run]))
+    assert method.points["paper"][1].flops == run.last["flops"]
+
+
 def test_many_methods_are_named_beside_their_points(tmp_path):
     """Each with its loss, none over another, the lowest loss at the bottom; few have a legend and bars."""
     losses = [2.0 + 0.01 * i for i in range(24)]
@@ -123,13 +138,22 @@ def legend_of(figure):
     return [text.get_text() for text in legend.get_texts()]
 
 
-def ending(folder, power, worth=1.0):
-    """The last validation loss of a run becomes 10 · C^-power, of what so many times all of its FLOPs buy."""
+def read(folder):
+    reader = Reader(folder)
+    reader.update()
+    return reader.run
+
+
+def ending(folder, power, worth=1.0, **others):
+    """The last validation loss of a run becomes 10 · C^-power, of what so many times all of its FLOPs buy.
+
+    `others` are values of the last row that replace its own.
+    """
     lines = (folder / "metrics.jsonl").read_text().splitlines()
     last, config = json.loads(lines[-1]), load(json.loads((folder / "config.json").read_text()))
     optimizer = 17 * last["step"] * config.model.weights
     topology = last["step"] * 8 * topology_flops(config)[1].total
     assert (topology > 0) == (config.mst.method == "mst")
     last["val_loss"] = 10 * (worth * (last["flops"] + optimizer + topology)) ** -power
-    (folder / "metrics.jsonl").write_text("\n".join([*lines[:-1], json.dumps(last)]) + "\n")
+    (folder / "metrics.jsonl").write_text("\n".join([*lines[:-1], json.dumps({**last, **others})]) + "\n")
     return folder
