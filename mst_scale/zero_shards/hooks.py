@@ -263,6 +263,14 @@ HOOKS = (
         _carry_layout,
     ),
     Hook(
+        "loads in steps",
+        "engine.load_checkpoint, _backward_epilogue and _take_model_step, zero_grad of engine, optimizer and module",
+        "it keeps the gradient and the number of micro-batches of a step that is under way",
+        "0.19.8",
+        lambda _, follower: follower.follows_steps,
+        lambda engine, _: backward_passes.reject_loads_in_steps(engine),
+    ),
+    Hook(
         "loading",
         "engine.load_checkpoint",
         "another step may be another attention pattern",
