@@ -257,15 +257,19 @@ def consolidate_matrices(engine: Any) -> None:
 
 
 def carry_state(
-    engine: Any, name: str, saved: Callable[[], dict[str, Any]], loaded: Callable[[dict[str, Any] | None], None]
+    engine: Any,
+    name: str,
+    saved: Callable[[], dict[str, Any]] | None,
+    loaded: Callable[[dict[str, Any] | None], None],
 ) -> None:
-    """Make checkpoints hold `saved()` under a name of its own in their client_state.
+    """Make checkpoints hold `saved()` under a name of its own in their client_state, unless it is None.
 
     A load passes it to `loaded`, or None where there is none. Both are called on every rank, after the masks' own
     part. A load of weights alone does not call `loaded`: it does not continue the run that saved them.
     """
 
     def save_checkpoint(save: Callable[..., Any], given: Given) -> Any:
+        assert saved is not None
         return save(**{**given, "client_state": {**(given.get("client_state") or {}), name: saved()}})
 
     def load_checkpoint(load: Callable[..., Any], given: Given) -> Any:
@@ -274,7 +278,8 @@ def carry_state(
             loaded((state or {}).get(name))
         return path, state
 
-    replace_method(engine, "save_checkpoint", save_checkpoint)
+    if saved is not None:
+        replace_method(engine, "save_checkpoint", save_checkpoint)
     replace_method(engine, "load_checkpoint", load_checkpoint)
 
 
