@@ -26,6 +26,7 @@ from mst_scale.zero_shards import (
     logical,
     muon,
     powers,
+    same_optimizer,
     saving,
     step,
     supported,
@@ -261,6 +262,14 @@ HOOKS = (
         "0.19",
         lambda engine, _: groups.is_cut_up(engine) or isinstance(engine.module, PipelineModule),
         _carry_layout,
+    ),
+    Hook(
+        "same optimizer",
+        "engine.save_checkpoint and engine.load_checkpoint",
+        "it assigns optimizer states by position, whatever they belong to",
+        "0.19.8",
+        _always,
+        lambda engine, _: same_optimizer.check_states_belong(engine),
     ),
     Hook(
         "loads in steps",

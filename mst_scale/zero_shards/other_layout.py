@@ -48,6 +48,12 @@ def checkpoint_to_reshape(engine: Any, load_dir: Path, tag: Any) -> tuple[Path, 
     return None if why is None else (folder, why)
 
 
+def fitting(engine: Any, load_dir: Path, tag: Any) -> Path | None:
+    """Return the checkpoint that a call would load from its own files; None if there is none, or it does not fit."""
+    folder = _folder(load_dir, tag)
+    return folder if folder is not None and _misfit(folder, engine) is None else None
+
+
 @contextmanager
 def explained(engine: Any, load_dir: Path, tag: Any) -> Iterator[None]:
     """Turn a failure to load a checkpoint in this context into a UserError if another layout saved the files."""

@@ -30,7 +30,7 @@ def test_the_list_is_in_order_and_for_this_deepspeed():
         "plain step", "norm in float64", "plain loss", "powers of beta", "parts of sequences",
         "handover", "universal checkpoints", "step", "backward passes", "unused layers", "before update", "held update",
         "muon's dtype", "muon", "update", "earlier saves", "checkpoints", "weights alone", "consolidated weights",
-        "layout", "loads in steps", "loading",
+        "layout", "same optimizer", "loads in steps", "loading",
     ]  # fmt: skip
     first, below = map(Version, start.SUPPORTED_DEEPSPEED)
     for hook in HOOKS:
@@ -67,9 +67,9 @@ def installed(rank, world, config):
 
 SPARSE = [
     "handover", "universal checkpoints", "step", "before update", "held update", "update", "checkpoints",
-    "weights alone", "loads in steps",
+    "weights alone", "same optimizer", "loads in steps",
 ]  # fmt: skip
-DENSE = ["handover", "universal checkpoints", "earlier saves", "weights alone"]
+DENSE = ["handover", "universal checkpoints", "earlier saves", "weights alone", "same optimizer"]
 
 
 @pytest.mark.parametrize(
