@@ -22,8 +22,8 @@ KEY = "mst_optimizer"  # in a checkpoint's client_state
 ALIKE = {"torch.Adam": "torch.AdamW", "deepspeed.DeepSpeedCPUAdam": "deepspeed.FusedAdam"}  # their states are the same
 FLAGS = ("amsgrad", "centered")  # with which there is one state more
 FIX = (
-    "continue with the optimizer of the checkpoint, or take only weights and masks (mst_scale.warm_start; in a new run "
-    "of mst_scale.pretrain --init)"
+    "continue with the optimizer, precision and parameter groups (training.sparse_rate and sparse_decay) of the "
+    "checkpoint, or take only weights and masks (mst_scale.warm_start; in a new run of mst_scale.pretrain --init)"
 )
 
 

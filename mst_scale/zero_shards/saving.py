@@ -19,7 +19,7 @@ from mst_scale.snapshot import Snapshot, taking
 from mst_scale.zero_shards import safe_load
 from mst_scale.zero_shards.compact_marks import index_of, indexes_of, is_compact, values_stored
 from mst_scale.zero_shards.logical import named_parameters, shape_of
-from mst_scale.zero_shards.other_layout import copy_of, explained
+from mst_scale.zero_shards.other_layout import copy_of, explained, missing
 from mst_scale.zero_shards.put_weights import put_states
 from mst_scale.zero_shards.step import base_optimizer
 from mst_scale.zero_shards.supported import offload_device
@@ -303,7 +303,7 @@ def fit_universal_checkpoints(engine: Any) -> None:
             if copy is not None:
                 with layout_read(engine, universal=True):
                     return load_checkpoint(load, {**given, "tag": copy})
-            with explained(engine, Path(given["load_dir"]), given.get("tag")), _weights_of(given.get("tag")):
+            with explained(engine, Path(given["load_dir"]), _tag_of(engine, given)), _weights_of(given.get("tag")):
                 path, state = load(**given)
             refreshes = stage == 0 and hasattr(engine.optimizer, "refresh_fp32_params")
             if path is not None and refreshes and not keeps_states:
@@ -313,6 +313,8 @@ def fit_universal_checkpoints(engine: Any) -> None:
         load_dir, tag = others.pop("load_dir"), others.pop("tag", None)
         if tag is None:
             tag = tag_in(Path(load_dir) / "latest_universal")
+        if (none := missing(Path(load_dir), tag)) is not None:
+            raise UserError(none)
         # states come later, and from elsewhere; at stage 3 DeepSpeed would read `latest` for weights without states
         of_weights = {"load_optimizer_states": stage != 0}
         path, state = engine._load_checkpoint(load_dir, tag, **{**others, **of_weights})
