@@ -1,4 +1,4 @@
-"""Stores a run's config in its checkpoints, and on resume states in one line what has changed since.
+"""Stores a run's config in its checkpoints, and on resume states in one line what has changed since, and applies it.
 
 Changes that would make the masks of a checkpoint meaningless are rejected where the masks are read
 (`checkpoints.mask_files`, `engine.masking`). Users may change everything else.
@@ -14,6 +14,7 @@ from mst_scale.checkpoints.warm_start import CONFIG
 from mst_scale.comm import logger
 from mst_scale.config import Experiment
 from mst_scale.config.changes import differences, differing, result_keys
+from mst_scale.config.renamed import recorded
 from mst_scale.engine.component import Component
 
 # How long a run is: what would not be the same run up to here is rejected (`mask_files`, `pretrain.schedules`).
@@ -28,6 +29,7 @@ class ConfigRecord(Component):
     def __init__(self, engine: Any, experiment: Experiment, own_loop: bool):
         self.engine = engine
         self.keys = result_keys(experiment, own_loop)
+        self.settings = zero_shards.Settings(engine)
         self.corpus: str | None = None
         self.changes: list[str] = []
         """What differed in the last checkpoint that was loaded."""
@@ -40,10 +42,13 @@ class ConfigRecord(Component):
         }
 
     def load_state_dict(self, state: dict[str, Any] | None) -> None:
-        """Compare with the config in a checkpoint; None if it has none."""
+        """Compare with the config in a checkpoint, and apply what has changed; None if it has none."""
         self.changes = [] if state is None else differences(state, self.state_dict())
         if state is None:
             logger.info("the checkpoint does not contain the config it was trained with: changes are not checked")
         elif self.changes:
-            meant = set(differing(state, self.state_dict())) <= set(LENGTH)
-            logger.log(INFO if meant else WARNING, "resuming with changes: %s", ", ".join(self.changes))
+            keys = differing(state, self.state_dict())
+            logger.log(
+                INFO if set(keys) <= set(LENGTH) else WARNING, "resuming with changes: %s", ", ".join(self.changes)
+            )
+            self.settings.apply(keys, recorded(state))

@@ -80,7 +80,7 @@ def set_groups(groups: Iterable[dict[str, Any]], step: int, peak: float, experim
         if MASKED in group:
             found = True
             group["lr"] *= rate_factor
-            if experiment.training.sparse_decay != 1:
+            if "weight_decay" in params:  # a resumed run may have had another factor
                 group["weight_decay"] = decay_factor * params["weight_decay"]
     if experiment.treats_masked_apart and not found:
         raise RuntimeError("the optimizer has lost its parameter group of matrices that can be masked")

@@ -22,6 +22,8 @@ muon          Muon in one place at every stage
 powers        Adam's powers of its betas on a CPU, from the count of updates alone
 backward_passes rejects a backward pass that would replace the gradient of another one
 unused_layers a gradient of zero for parameters that a step does not use, at stage 3 and with offload
+settings      settings of the optimizer that differ from those of a checkpoint
+same_optimizer rejects optimizer states that belong to other parameters or to another optimizer
 saving        saves that fail together, loads that carry masks, universal checkpoints at every stage
 other_layout  what to do with a checkpoint of other ranks or another stage
 safe_load     checkpoints are data, and run nothing
@@ -67,6 +69,7 @@ from mst_scale.zero_shards.saving import (
     saved_classes,
     why_blocking,
 )
+from mst_scale.zero_shards.settings import Settings
 from mst_scale.zero_shards.start import (
     check_precision,
     check_versions,

@@ -1,18 +1,25 @@
-"""Rejects a second backward pass of the same micro-batch where DeepSpeed would lose the gradient of the first.
+"""Rejects backward passes whose gradient would be lost, and loads that would mix one with the loaded weights.
+
+A second backward pass of the same micro-batch loses the gradient of the first:
 
     stages 1, 2    the backward pass at an accumulation boundary hands its gradient to the optimizer, and the next one
                    before the step replaces it
     stage 3        in the first micro-batch of a step, gradients are replaced until the next forward pass begins
 
 At stage 0, and otherwise, gradients are added up.
+
+A load leaves the gradient of a step that is under way, and the number of its micro-batches, as they are.
 """
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 from mst_scale.comm import SharedMistake
+from mst_scale.zero_shards.saving import Given, replace_method
+from mst_scale.zero_shards.step import on_zero_grad
 
 OTHER_WAY = (
     ", or call engine.set_gradient_accumulation_boundary(False) before all passes of a step but the last, and (True) "
@@ -67,3 +74,38 @@ def reject_second_pass(engine: Any) -> None:
             return discard(*args, **named)
 
         owner.zero_grad = zero_grad
+
+
+def reject_loads_in_steps(engine: Any) -> None:
+    """Raise an error in a load that comes between a backward pass and the end of its step."""
+    reduce, take_step = engine._backward_epilogue, engine._take_model_step
+    one = engine.gradient_accumulation_steps() == 1
+    under_way = False
+
+    def epilogue() -> None:
+        nonlocal under_way
+        under_way = True
+        reduce()
+
+    def step(lr_kwargs: Any) -> None:
+        nonlocal under_way
+        under_way = False
+        take_step(lr_kwargs)
+
+    def leave_out() -> None:
+        nonlocal under_way
+        under_way = False
+
+    def load_checkpoint(load: Callable[..., Any], given: Given) -> Any:
+        if under_way:
+            discard = ", or discard its gradient with engine.zero_grad() and engine.optimizer.zero_grad()"
+            raise SharedMistake(
+                "load_checkpoint was called between engine.backward and the end of its step, and the gradient would be "
+                f"added to that of the loaded weights: finish the step first{discard if one else ''}"
+            )
+        return load(**given)
+
+    engine._backward_epilogue, engine._take_model_step = epilogue, step
+    if one:  # with several micro-batches, the others of the step would be missing
+        on_zero_grad(engine, leave_out)
+    replace_method(engine, "load_checkpoint", load_checkpoint)

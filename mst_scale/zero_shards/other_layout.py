@@ -48,14 +48,22 @@ def checkpoint_to_reshape(engine: Any, load_dir: Path, tag: Any) -> tuple[Path, 
     return None if why is None else (folder, why)
 
 
+def fitting(engine: Any, load_dir: Path, tag: Any) -> Path | None:
+    """Return the checkpoint that a call would load from its own files; None if there is none, or it does not fit."""
+    folder = _folder(load_dir, tag)
+    return folder if folder is not None and _misfit(folder, engine) is None else None
+
+
 @contextmanager
 def explained(engine: Any, load_dir: Path, tag: Any) -> Iterator[None]:
-    """Turn a failure to load a checkpoint in this context into a UserError if another layout saved the files."""
+    """Turn a failure to load a checkpoint in this context into a UserError if there is none, or of another layout."""
     try:
         yield
     except UserError:
         raise
     except Exception as error:
+        if tag is not None and (none := missing(load_dir, tag)) is not None:
+            raise UserError(none) from error
         folder = _folder(load_dir, tag)
         why = None if folder is None else _misfit(folder, engine)
         if folder is None or why is None:
@@ -64,6 +72,14 @@ def explained(engine: Any, load_dir: Path, tag: Any) -> Iterator[None]:
             f"{why}. Run `mst reshape {folder}`, which writes a copy that any layout can load, and start this program "
             "again: it finds the copy (training.reshape_on_load makes it by itself)"
         ) from error
+
+
+def missing(load_dir: Path, tag: Any) -> str | None:
+    """Return what to say of a checkpoint that a folder does not have; None if it has it."""
+    if any((load_dir / str(tag)).glob("*_states.pt")):
+        return None
+    found = sorted({path.parent.name for path in load_dir.glob("*/*_states.pt")})
+    return f"there is no checkpoint {load_dir / str(tag)}: the folder has {', '.join(found) or 'none'}"
 
 
 def _misfit(folder: Path, engine: Any) -> str | None:

@@ -19,7 +19,7 @@ from mst_scale.snapshot import Snapshot, taking
 from mst_scale.zero_shards import safe_load
 from mst_scale.zero_shards.compact_marks import index_of, indexes_of, is_compact, values_stored
 from mst_scale.zero_shards.logical import named_parameters, shape_of
-from mst_scale.zero_shards.other_layout import copy_of, explained
+from mst_scale.zero_shards.other_layout import copy_of, explained, missing
 from mst_scale.zero_shards.put_weights import put_states
 from mst_scale.zero_shards.step import base_optimizer
 from mst_scale.zero_shards.supported import offload_device
@@ -257,15 +257,19 @@ def consolidate_matrices(engine: Any) -> None:
 
 
 def carry_state(
-    engine: Any, name: str, saved: Callable[[], dict[str, Any]], loaded: Callable[[dict[str, Any] | None], None]
+    engine: Any,
+    name: str,
+    saved: Callable[[], dict[str, Any]] | None,
+    loaded: Callable[[dict[str, Any] | None], None],
 ) -> None:
-    """Make checkpoints hold `saved()` under a name of its own in their client_state.
+    """Make checkpoints hold `saved()` under a name of its own in their client_state, unless it is None.
 
     A load passes it to `loaded`, or None where there is none. Both are called on every rank, after the masks' own
     part. A load of weights alone does not call `loaded`: it does not continue the run that saved them.
     """
 
     def save_checkpoint(save: Callable[..., Any], given: Given) -> Any:
+        assert saved is not None
         return save(**{**given, "client_state": {**(given.get("client_state") or {}), name: saved()}})
 
     def load_checkpoint(load: Callable[..., Any], given: Given) -> Any:
@@ -274,7 +278,8 @@ def carry_state(
             loaded((state or {}).get(name))
         return path, state
 
-    replace_method(engine, "save_checkpoint", save_checkpoint)
+    if saved is not None:
+        replace_method(engine, "save_checkpoint", save_checkpoint)
     replace_method(engine, "load_checkpoint", load_checkpoint)
 
 
@@ -298,7 +303,7 @@ def fit_universal_checkpoints(engine: Any) -> None:
             if copy is not None:
                 with layout_read(engine, universal=True):
                     return load_checkpoint(load, {**given, "tag": copy})
-            with explained(engine, Path(given["load_dir"]), given.get("tag")), _weights_of(given.get("tag")):
+            with explained(engine, Path(given["load_dir"]), _tag_of(engine, given)), _weights_of(given.get("tag")):
                 path, state = load(**given)
             refreshes = stage == 0 and hasattr(engine.optimizer, "refresh_fp32_params")
             if path is not None and refreshes and not keeps_states:
@@ -308,6 +313,8 @@ def fit_universal_checkpoints(engine: Any) -> None:
         load_dir, tag = others.pop("load_dir"), others.pop("tag", None)
         if tag is None:
             tag = tag_in(Path(load_dir) / "latest_universal")
+        if (none := missing(Path(load_dir), tag)) is not None:
+            raise UserError(none)
         # states come later, and from elsewhere; at stage 3 DeepSpeed would read `latest` for weights without states
         of_weights = {"load_optimizer_states": stage != 0}
         path, state = engine._load_checkpoint(load_dir, tag, **{**others, **of_weights})

@@ -52,14 +52,23 @@ def on_cpu() -> bool:
     return str(get_accelerator().device_name()) == "cpu"
 
 
-def optimized(engine: Any) -> set[int]:
-    """Return the ids of parameters that are in a group of the optimizer, and of those that have no weights here."""
+def groups_of_parameters(engine: Any) -> list[list[Any]]:
+    """Return the parameters of each group of the optimizer."""
     optimizer = engine.optimizer
     named = ("bit16_groups", "bf16_groups", "fp16_groups")  # DeepSpeed's wrappers put flat copies into param_groups
     groups = next((getattr(optimizer, name) for name in named if hasattr(optimizer, name)), None)
     groups = [group["params"] for group in optimizer.param_groups] if groups is None else groups
+    number = getattr(optimizer, "sub_group_to_group_id", {})  # stage 3 cuts groups up
+    found: dict[int, list[Any]] = {}
+    for i, parameters in enumerate(groups):
+        found.setdefault(number.get(i, i), []).extend(parameters)
+    return list(found.values())
+
+
+def optimized(engine: Any) -> set[int]:
+    """Return the ids of parameters that are in a group of the optimizer, and of those that have no weights here."""
     empty = {id(p) for p in engine.module.parameters() if p.requires_grad and is_empty(p)}
-    return {id(p) for group in groups for p in group} | empty
+    return {id(p) for group in groups_of_parameters(engine) for p in group} | empty
 
 
 def check_optimized(engine: Any, targets: dict[str, torch.nn.Parameter]) -> None:

@@ -267,3 +267,48 @@ def test_the_gradients_of_other_backward_passes_are_added_up(stage, style, more)
     )
     assert found == masks != different
     torch.testing.assert_close(others, values, rtol=1e-4, atol=1e-5)
+
+
+# --- loads within a step ---
+
+
+def loading_in_a_step(rank, world, stage, left, folder):
+    """State after a load between a backward pass and its step, and after one into a new engine."""
+    accumulation, how = left
+    config = rigl(stage, world, accumulation=accumulation)
+    engine, *_ = mst_scale.initialize(model=toy(), config=config)
+    train(engine, rank, world, 4, accumulation=accumulation)
+    engine.save_checkpoint(folder, tag="t")
+    train(engine, rank, world, 1, accumulation=accumulation, first=4)
+    again, *_ = mst_scale.initialize(model=toy(), config=config)
+    engine.backward(engine(*toy_batch(77, rank)))
+    if how == "left out":
+        engine.zero_grad()
+        engine.optimizer.zero_grad()
+    elif how == "next micro-batch":
+        engine.step()
+    found = []
+    for each in (engine, again):
+        try:
+            each.load_checkpoint(folder, tag="t")
+        except UserError as error:
+            return str(error)
+        train(each, rank, world, 4, accumulation=accumulation, first=4)
+        found.append(state_of(each, world))
+    (masks, values), (expected, others) = found
+    return masks == expected and torch.equal(values, others)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize(
+    ("accumulation", "how"), [(1, "at once"), (2, "at once"), (2, "next micro-batch"), (2, "left out")]
+)
+def test_a_load_in_a_step_is_rejected_on_all_ranks(stage, accumulation, how, tmp_path):
+    for said in pool.run(loading_in_a_step, 2, stage, (accumulation, how), str(tmp_path)):
+        assert "between engine.backward and the end of its step" in said and "finish the step first" in said
+        assert ("or discard its gradient" in said) == (accumulation == 1)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_load_after_a_batch_that_was_left_out_is_that_of_a_new_engine(stage, tmp_path):
+    assert pool.run(loading_in_a_step, 2, stage, (1, "left out"), str(tmp_path)) == [True, True]

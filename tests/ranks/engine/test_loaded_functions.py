@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 import mst_scale
+from mst_scale.errors import UserError
 from tests.support import pool
 from tests.support.toys import deepspeed_config
 
@@ -66,6 +67,32 @@ def test_weights_alone_are_loaded_at_every_stage(method, other, stage, tmp_path:
     if other == "monarch":  # its products replace each matrix by the closest one of their form
         before = pool.run(begun_with_weights, 2, method, other)[0]
     torch.testing.assert_close(after, before, rtol=0, atol=1e-4)
+
+
+def continued_with_another(rank, world, how, folder):
+    """What a load into a run whose layers multiply by what they store says, or the answers before and after it."""
+    stage, method, other, steps = how
+    source = engine_of(method, stage, world, 0)
+    train(source, rank, steps)
+    source.save_checkpoint(folder)
+    engine = engine_of(other, stage, world, 1)
+    try:
+        engine.load_checkpoint(folder)
+    except UserError as error:
+        return str(error)
+    return answer(source), answer(engine)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 3])
+@pytest.mark.parametrize("method", ["powerprop", "spartan", "top-kast", "monarch"])
+def test_another_method_does_not_take_stored_tensors_for_weights(method, stage, tmp_path: Path):
+    for said in pool.run(continued_with_another, 2, (stage, method, "dense", 10), str(tmp_path)):
+        assert said.startswith(f"the checkpoint was trained with method {method}, whose layers multiply by functions")
+
+
+def test_another_method_continues_once_the_weights_are_plain(tmp_path: Path):
+    ((before, after),) = pool.run(continued_with_another, 1, (1, "s-ste", "dense", 38), str(tmp_path))
+    torch.testing.assert_close(after, before, rtol=0, atol=0)
 
 
 def begun_warm(rank, world, method, more, folder):

@@ -4,6 +4,7 @@ A test that fails here after an update of DeepSpeed names the hook to look at.
 """
 
 import inspect
+import tempfile
 
 import deepspeed
 import pytest
@@ -29,7 +30,7 @@ def test_the_list_is_in_order_and_for_this_deepspeed():
         "plain step", "norm in float64", "plain loss", "powers of beta", "parts of sequences",
         "handover", "universal checkpoints", "step", "backward passes", "unused layers", "before update", "held update",
         "muon's dtype", "muon", "update", "earlier saves", "checkpoints", "weights alone", "consolidated weights",
-        "layout", "loading",
+        "layout", "same optimizer", "loads in steps", "loading",
     ]  # fmt: skip
     first, below = map(Version, start.SUPPORTED_DEEPSPEED)
     for hook in HOOKS:
@@ -66,9 +67,9 @@ def installed(rank, world, config):
 
 SPARSE = [
     "handover", "universal checkpoints", "step", "before update", "held update", "update", "checkpoints",
-    "weights alone",
+    "weights alone", "same optimizer", "loads in steps",
 ]  # fmt: skip
-DENSE = ["handover", "universal checkpoints", "earlier saves", "weights alone"]
+DENSE = ["handover", "universal checkpoints", "earlier saves", "weights alone", "same optimizer"]
 
 
 @pytest.mark.parametrize(
@@ -383,6 +384,24 @@ def client_state(rank, world, folder, stage):
 @pytest.mark.parametrize("stage", [0, 2])
 def test_client_state_comes_back(tmp_path, stage):
     assert pool.run(client_state, 1, str(tmp_path), stage) == [({"step": 7}, True)]
+
+
+def after_a_load_in_a_step(rank, world, stage):
+    """The largest gradient, and the number of micro-batches, that a load leaves of a step that is under way."""
+    engine = of(toy(), stage, world, accumulation=2)
+    with tempfile.TemporaryDirectory() as folder:
+        engine.save_checkpoint(folder, tag="t")
+        engine.backward(engine(*toy_batch(0, rank)))
+        engine.step()
+        engine.load_checkpoint(folder, tag="t")
+    kept = [p.grad for p in engine.module.parameters() if p.grad is not None]
+    return max((float(g.abs().max()) for g in kept), default=0.0), engine.micro_steps
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+def test_loads_in_steps(stage):
+    ((largest, taken),) = pool.run(after_a_load_in_a_step, 1, stage)
+    assert largest > 0 and taken == 1
 
 
 def test_what_the_wrappers_bind_is_there():

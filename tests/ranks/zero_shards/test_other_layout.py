@@ -113,3 +113,32 @@ def test_files_tell_how_ranks_shared_the_model(tmp_path):
     assert misfit(tmp_path, 0, 1, parts=2, pipeline=True) is None
     for parts, pipeline in ((1, False), (2, False), (4, True)):
         assert "model" in misfit(tmp_path, 0, 1, parts, pipeline)
+
+
+def without_a_checkpoint(rank, world, stage, more, folder):
+    config = mst_config(stage, world)
+    engine, *_ = mst_scale.initialize(model=toy(), config=config)
+    engine.save_checkpoint(folder, tag="here")
+    said = []
+    for given in ({"tag": "there"}, {"tag": "empty"}, {"load_dir": f"{folder}/other"}):
+        again, *_ = mst_scale.initialize(model=toy(), config=config | more)
+        try:
+            again.load_checkpoint(**{"load_dir": folder, **given})
+        except UserError as error:
+            said.append(str(error))
+    return said
+
+
+@pytest.mark.parametrize("stage", [0, 1, 3])
+@pytest.mark.parametrize("more", [{}, {"checkpoint": {"load_universal": True}}], ids=["own files", "universal"])
+def test_a_checkpoint_that_is_not_there_is_named(tmp_path, stage, more):
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "other").mkdir()
+    for name in ("latest", "latest_universal"):
+        (tmp_path / "other" / name).write_text("gone")
+    for said in pool.run(without_a_checkpoint, 2, stage, more, str(tmp_path)):
+        assert said == [
+            f"there is no checkpoint {tmp_path}/there: the folder has here",
+            f"there is no checkpoint {tmp_path}/empty: the folder has here",
+            f"there is no checkpoint {tmp_path}/other/gone: the folder has none",
+        ]

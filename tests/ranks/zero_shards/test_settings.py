@@ -1,0 +1,128 @@
+"""Settings of the optimizer that a resumed run changes: each step is that of an optimizer with the new ones."""
+
+import json
+
+import pytest
+import torch
+
+import mst_scale
+from mst_scale import zero_shards
+from tests.support import pool
+from tests.support.toy_engine import STAGES, mst_config, train
+from tests.support.toys import allow_fp16, toy
+
+CHANGES = {"lr": 3e-3, "betas": [0.5, 0.6], "eps": 1e-4, "weight_decay": 0.4}
+HALF = [(0, "bf16"), (2, "bf16"), (1, "fp16"), (0, "fp16")]
+
+
+def groups():
+    """Norms and biases without decay, and matrices; one of them has a rate of its own."""
+    model = toy()
+    matrices = [p for p in model.parameters() if p.dim() > 1]
+    others = [p for p in model.parameters() if p.dim() == 1]
+    apart = [{"params": matrices[:1], "lr": 7e-3}, {"params": others, "weight_decay": 0.0}]
+    return model, [{"params": matrices[1:]}, *apart]
+
+
+def made(config):
+    model, parameters = groups()
+    return mst_scale.initialize(model=model, model_parameters=parameters, config=config)[0]
+
+
+def all_of(engine):
+    found = [p.detach().float().clone() for _, p in zero_shards.named_parameters(engine.module)]
+    return torch.cat([p.reshape(-1) for p in found])
+
+
+def changed_by_hand_and_by_config(rank, world, stage, precision, folder):
+    """Weights of all ranks' forward passes after three steps with other settings, and the settings."""
+    allow_fp16()
+    config = mst_config(stage, world, precision, method="rigl")
+    if precision == "fp16":
+        config["fp16"] = {"enabled": True, "loss_scale": 256.0}
+    engine = made(config)
+    train(engine, rank, world, 4)
+    engine.save_checkpoint(folder, tag="t")
+    changed = json.loads(json.dumps(config))
+    changed["optimizer"]["params"] |= CHANGES
+    if wrapped := hasattr(engine.optimizer, "clip_grad"):
+        changed["gradient_clipping"] = 0.05
+    resumed = made(changed)
+    settings = [dict(group, params=None) for group in zero_shards.base_optimizer(resumed).param_groups]
+    resumed.load_checkpoint(folder, tag="t")
+    for group, wanted in zip(zero_shards.base_optimizer(engine).param_groups, settings, strict=True):
+        group.update({key: wanted[key] for key in CHANGES})
+    if wrapped:
+        engine._config.gradient_clipping = engine.optimizer.clip_grad = 0.05
+    for each in (engine, resumed):
+        train(each, rank, world, 3, first=4)
+    found = [[group[key] for key in CHANGES] for group in zero_shards.base_optimizer(resumed).param_groups]
+    return float((all_of(engine) - all_of(resumed)).abs().max()), found
+
+
+@pytest.mark.parametrize(("stage", "precision"), [*((stage, "fp32") for stage in STAGES), *HALF])
+def test_a_changed_config_changes_the_steps_that_follow(stage, precision, tmp_path):
+    for same, found in pool.run(changed_by_hand_and_by_config, 2, stage, precision, str(tmp_path)):
+        assert [[*group[:1], *group[3:]] for group in found] == [[3e-3, 0.4], [7e-3, 0.4], [3e-3, 0.0]]
+        assert all((list(group[1]), group[2]) == ([0.5, 0.6], 1e-4) for group in found)
+        assert same == 0
+
+
+def kept(rank, world, folder):
+    """Settings after a load, of a loop that had changed them itself, and with a config that changes another one."""
+    config = mst_config(1, world, method="rigl")
+    engine = made(config)
+    train(engine, rank, world, 2)
+    for group in engine.optimizer.param_groups:
+        group.update(lr=5e-3, weight_decay=0.3)
+    engine.save_checkpoint(folder, tag="t")
+    config["optimizer"]["params"] |= {"eps": 1e-4, "lr": 2e-3}
+    resumed = made(config)
+    resumed.load_checkpoint(folder, tag="t")
+    return [[group[key] for key in ("lr", "weight_decay", "eps")] for group in resumed.optimizer.param_groups]
+
+
+def test_what_a_loop_has_changed_is_kept(tmp_path):
+    (found,) = pool.run(kept, 1, str(tmp_path))
+    assert found == [[5e-3, 0.3, 1e-4]] * 3
+
+
+def scheduled(rank, world, folder):
+    """The rate after a load, and that of the new schedule."""
+    config = mst_config(1, world, method="rigl")
+    config["scheduler"] = {"type": "WarmupDecayLR", "params": {"warmup_num_steps": 2, "total_num_steps": 20}}
+    engine, *_ = mst_scale.initialize(model=toy(), config=config)
+    train(engine, rank, world, 6)
+    engine.save_checkpoint(folder, tag="t")
+    config["scheduler"]["params"] |= {"warmup_max_lr": 5e-4, "total_num_steps": 10}
+    resumed, *_ = mst_scale.initialize(model=toy(), config=config)
+    resumed.load_checkpoint(folder, tag="t")
+    fresh, *_ = mst_scale.initialize(model=toy(), config=config)
+    train(fresh, rank, world, 6)
+    return resumed.get_lr(), fresh.get_lr()
+
+
+def test_the_next_step_has_the_rate_of_a_changed_schedule(tmp_path):
+    ((found, wanted),) = pool.run(scheduled, 1, str(tmp_path))
+    assert found == wanted
+
+
+def scales(rank, world, stage, folder):
+    allow_fp16()
+    config = mst_config(stage, world, "fp16", method="rigl")
+    engine, *_ = mst_scale.initialize(model=toy(), config=config)
+    train(engine, rank, world, 2)
+    engine.save_checkpoint(folder, tag="t")
+    found = []
+    for fp16 in ({"loss_scale": 64.0}, config["fp16"]):
+        changed, *_ = mst_scale.initialize(model=toy(), config={**config, "fp16": {"enabled": True, **fp16}})
+        changed.load_checkpoint(folder, tag="t")
+        train(changed, rank, world, 1, first=2)
+        found.append(zero_shards.loss_scale(changed))
+    return found, zero_shards.loss_scale(engine)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_constant_loss_scale_replaces_a_dynamic_one(stage, tmp_path):
+    (((constant, same), before),) = pool.run(scales, 1, stage, str(tmp_path))
+    assert (constant, same) == (64.0, before)
