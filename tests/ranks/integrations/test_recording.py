@@ -229,6 +229,16 @@ def test_checkpointed_layers_are_counted_once():
     assert spent[0] == spent[1] and spent[0]["flops"] == 2 * 3 * 5 * 7 * 8
 
 
+def test_frozen_matrices_have_no_gradients_of_weights():
+    model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Linear(8, 3))
+    model[0].requires_grad_(False)
+    ledger = ModelLedger(model)
+    model(torch.ones(5, 4)).sum().backward()
+    ledger.add(Pattern("dense"), {"0.weight": 0.5})
+    frozen, trained = 2 * 5 * 7 * 8, 3 * 5 * 15 * 3
+    assert (ledger.spent["flops"], ledger.spent["flops_dense"]) == (0.5 * frozen + trained, frozen + trained)
+
+
 def rejected(rank, world, folder):
     import deepspeed
 
