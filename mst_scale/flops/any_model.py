@@ -67,7 +67,7 @@ class ModelLedger:
         self.convolutions = sum(isinstance(module, _ConvNd) for module in model.modules())  # which are not counted
         self.measuring = []
         for module in model.modules():
-            weight = getattr(module, "weight", None)
+            weight: Any = getattr(module, "weight", None)
             if id(weight) in names and id(weight) not in heads and _multiplies(module):
                 product = self.products.setdefault(id(weight), Product(names[id(weight)], weight.requires_grad))
                 self.measuring.append(module.register_forward_hook(partial(self._measure, product)))

@@ -117,8 +117,9 @@ def after_one_before_a_load(engine, losses):
     once(engine, losses)
 
 
-def accumulated(rank, world, folder, loop, accumulation, count, more):
-    """The recorded losses of three steps of `count` micro-batches, and the means of those that the model computes."""
+def accumulated(rank, world, folder, loop, sizes):
+    """The recorded losses of steps of `count` micro-batches, and the means of those that the model computes."""
+    accumulation, count, more = sizes
     engine, *_ = mst_scale.initialize(model=toy(), config=mst_config(0, world, accumulation=accumulation, **more))
     mst_scale.record(engine, folder, every=1)
     expected = []
@@ -149,7 +150,7 @@ def accumulated(rank, world, folder, loop, accumulation, count, more):
     ],
 )
 def test_the_loss_is_the_mean_of_the_micro_batches(tmp_path, loop, accumulation, count, more):
-    ((recorded, expected),) = pool.run(accumulated, 1, str(tmp_path), loop, accumulation, count, more)
+    ((recorded, expected),) = pool.run(accumulated, 1, str(tmp_path), loop, (accumulation, count, more))
     assert recorded == pytest.approx(expected, rel=1e-6)
 
 
