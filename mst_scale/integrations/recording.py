@@ -123,7 +123,7 @@ class Recording:
         """Return this rank's loss of the step: the mean of its micro-batches, or their sum if the loop divides them."""
         if not self.micro_batches:
             return None
-        if not self.divided:
+        if not self.divided or _divided_by_lightning(self.engine.module):
             return self.loss
         managed = self.engine.managed_gradient_accumulation()  # otherwise all backward passes have one place
         return self.loss / (self.micro_batches if managed else self.engine.gradient_accumulation_steps())
@@ -355,6 +355,11 @@ class Recording:
             model={"class": type(engine.module).__name__, "parameters": parameters},
             optimizer=self._optimizer(),
         )
+
+
+def _divided_by_lightning(module: Any) -> bool:
+    """Return whether Lightning divides a loss by the micro-batches of a step, which DeepSpeed then does again."""
+    return getattr(module, "_trainer", None) is not None and bool(module.automatic_optimization)
 
 
 def _leave_out(recording: weakref.ref[Recording]) -> None:
