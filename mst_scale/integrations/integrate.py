@@ -214,7 +214,7 @@ def _of_scheduler(config: dict[str, Any]) -> int | None:
 
 
 def _of_lightning(model: Any) -> int | None:
-    trainer = getattr(model, "_trainer", None)
+    trainer: Any = getattr(model, "_trainer", None)
     steps = getattr(trainer, "estimated_stepping_batches", None)
     if not isinstance(steps, int) or steps <= 0:
         return None
