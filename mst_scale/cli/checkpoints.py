@@ -85,6 +85,7 @@ MASKS = """\
 Write the masks of SOURCE to OUT, a safetensors file with one bool tensor per parameter, true where a weight is active.
 
 SOURCE is a checkpoint or a run; a transformers folder, whose zeros become the masks; or a mask file to convert.
+Parameters have the names of the model without PEFT's adapters.
 --packed writes one bit per weight (uint8, in the order of numpy.packbits; the shapes are in the file's metadata).
 A run uses such a file with "mst": {"method": "fixed", "masks": OUT}; notebooks read it with safetensors' load_file.
 --json prints {"out", "matrices", "weights", "kept"}.
@@ -107,6 +108,7 @@ def _add_masks(subparsers: Any) -> None:
 def _write_masks(args: argparse.Namespace) -> int:
     from mst_scale.checkpoints import open_masks
     from mst_scale.compact_files import layout
+    from mst_scale.engine.adapters import base_name
 
     if args.out.exists():
         raise UserError(f"{args.out} already exists: remove it, or choose another file")
@@ -116,7 +118,7 @@ def _write_masks(args: argparse.Namespace) -> int:
         nonlocal weights, kept
         for name, mask in masks:
             weights, kept = weights + mask.numel(), kept + int(mask.sum())
-            yield name, mask
+            yield base_name(name), mask
 
     masks = layout.masks_of(args.source) if layout.is_compact(args.source) else open_masks.of_source(args.source)
     matrices = open_masks.write(args.out, counted(masks), args.packed)

@@ -34,6 +34,7 @@ class Product:
     """A matrix, as used in the first training forward."""
 
     name: str
+    trained: bool  # otherwise the backward pass computes only the gradient of its input
     outputs: int = 0
     inputs: int = 0
     rows: float = 0.0  # number of rows that it multiplies per token of the model's input
@@ -66,13 +67,13 @@ class ModelLedger:
         self.convolutions = sum(isinstance(module, _ConvNd) for module in model.modules())  # which are not counted
         self.measuring = []
         for module in model.modules():
-            weight = getattr(module, "weight", None)
+            weight: Any = getattr(module, "weight", None)
             if id(weight) in names and id(weight) not in heads and _multiplies(module):
-                product = self.products.setdefault(id(weight), Product(names[id(weight)]))
+                product = self.products.setdefault(id(weight), Product(names[id(weight)], weight.requires_grad))
                 self.measuring.append(module.register_forward_hook(partial(self._measure, product)))
         for weight, norm in heads.values():
             outputs, inputs = shape_of(weight)
-            product = self.products[id(weight)] = Product(names[id(weight)], outputs, inputs)
+            product = self.products[id(weight)] = Product(names[id(weight)], weight.requires_grad, outputs, inputs)
             self.measuring.append(norm.register_forward_hook(partial(self._measure_head, product)))
         model.register_forward_pre_hook(self._begin, with_kwargs=True)
         model.register_forward_hook(self._end, always_call=True)
@@ -123,7 +124,7 @@ class ModelLedger:
         of_weights = densities if gradients is None else gradients
         for shares, last, keys, seen in ((densities, of_weights, KEYS, pattern), ({}, {}, DENSE_KEYS, DENSE)):
             matrices = tokens * sum(
-                product.flops * (2 * shares.get(product.name, 1.0) + last.get(product.name, 1.0))
+                product.flops * (2 * shares.get(product.name, 1.0) + product.trained * last.get(product.name, 1.0))
                 for product in self.products.values()
             )
             for accounting in ACCOUNTINGS:

@@ -32,6 +32,7 @@ from mst_scale.run_logging import run_file
 from mst_scale.zero_shards.weight_files import Weights, untrained_of
 
 TOKENIZERS = ("tokenizer.json", "vocab.json", "vocab.txt", "tokenizer.model", "spiece.model")
+ADAPTERS = "adapter_config.json"  # which PEFT writes next to the adapters
 PIECE = 1 << 20  # number of values that are copied at once: 4 MiB
 
 
@@ -114,6 +115,11 @@ def open_source(path: Path, config: Path | None = None, *, causal: bool = True) 
         config = next(
             (p / "config.json" for p in model_config.folders_above(checkpoint) if (p / "config.json").is_file()), None
         )
+        if config is None and (checkpoint.parent / ADAPTERS).is_file():
+            raise UserError(
+                f"{checkpoint} holds adapters of PEFT, without their base model: merge them (mst_scale.merge_adapters), "
+                "save the result with save_pretrained, and give that folder"
+            )
         if config is None:
             raise UserError(
                 f"there is no config.json next to {checkpoint}: pass the experiment, or the config.json of its "

@@ -12,6 +12,7 @@ import functools
 import inspect
 import io
 import json
+import math
 import os
 import sys
 import weakref
@@ -179,7 +180,7 @@ def _with_length(config: dict[str, Any], model: Any, given: int | None, of_train
         integrate(steps=N)
         Trainer's max_steps, or the number of steps of its epochs
         DeepSpeed's scheduler, "scheduler": {"params": {"total_num_steps": N}}, which Accelerate also fills in
-        Lightning's trainer.estimated_stepping_batches
+        Lightning's max_steps, or the number of steps of its epochs
 
     Args:
         config: The config.
@@ -213,8 +214,31 @@ def _of_scheduler(config: dict[str, Any]) -> int | None:
 
 
 def _of_lightning(model: Any) -> int | None:
-    steps = getattr(getattr(model, "_trainer", None), "estimated_stepping_batches", None)
-    return steps if isinstance(steps, int) and steps > 0 else None
+    trainer: Any = getattr(model, "_trainer", None)
+    steps = getattr(trainer, "estimated_stepping_batches", None)
+    if not isinstance(steps, int) or steps <= 0:
+        return None
+    return steps if trainer.accumulate_grad_batches == 1 else _of_accumulating_lightning(trainer, steps)
+
+
+def _of_accumulating_lightning(trainer: Any, estimated: int) -> int | None:
+    """Return how many steps DeepSpeed takes in the micro-batches of a run.
+
+    At the end of an epoch, Lightning estimates a step of the remaining micro-batches, and then counts none; DeepSpeed
+    keeps them for its next step.
+    """
+    of_step = trainer.accumulate_grad_batches
+    if trainer.train_dataloader is None:  # the estimate for a run without a number of epochs does not need it
+        trainer.fit_loop.setup_data()
+    of_epoch = trainer.num_training_batches
+    if math.isinf(of_epoch):
+        return estimated
+    limits = [] if trainer.max_epochs == -1 else [trainer.max_epochs * of_epoch]
+    counted = of_epoch // of_step
+    if trainer.max_steps != -1 and counted:
+        epochs = (trainer.max_steps - 1) // counted
+        limits.append(epochs * of_epoch + (trainer.max_steps - epochs * counted) * of_step)
+    return min(limits) // of_step if limits else None
 
 
 def _keep_until_written(model: Any, engine: Any) -> None:

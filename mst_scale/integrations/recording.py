@@ -17,6 +17,7 @@ import socket
 import time
 import warnings
 import weakref
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -79,7 +80,9 @@ class Recording:
         self.before = dict.fromkeys(self.ledger.spent, 0.0)  # by all ranks, in starts before this one
         self.layers: dict[str, Row] = {}
         self.loss = torch.zeros((), device=engine.device)  # of the current step
-        self.losses, self.divided = 0, True
+        self.micro_batches, self.divided = 0, True
+        self.place: tuple[int, int] | None = None  # of the latest loss's micro-batch
+        self.left_out = False  # gradients were discarded since the latest loss
         self.record: Record | None = None  # from the first step on: a checkpoint may be loaded before
         self.run_file: RunFile | None = None
         self.step = -1  # the one just taken, with its loss and rate, norm and end
@@ -90,20 +93,40 @@ class Recording:
         self.paced: Row = {}  # … with its pace
         self.waits = False  # the latest row is not written yet
         self.closed = False  # no step will come that writes it
-        self.warned = False  # that a row has no loss
+        self.untrained = False  # the last step was taken in evaluation mode
+        self.warnings: set[str] = set()  # that were given
         self.saved_row: Row | None = None  # the row that waited when the loaded checkpoint was saved
         self._read_next_step()
         zero_shards.watch_losses(engine, self._add_loss)
+        zero_shards.on_zero_grad(engine, partial(_leave_out, weakref.ref(self)))
         zero_shards.carry_state(engine, STATE, self._saved, self._loaded)
         self.mst.on_step(self._after_step)
-        atexit.register(_close, weakref.ref(self))  # a weak reference, so that the engine can be freed
+        atexit.register(_close, weakref.ref(self))  # weak references, so that the engine can be freed
 
     # --- the engine's steps ---
 
     def _add_loss(self, loss: torch.Tensor, divided: bool) -> None:
         if self.engine.module.training:
+            if self.left_out:
+                self._forget_losses()
+            # a micro-batch ends with a step of the engine, or else with the next forward pass
+            forwards = len(self.ledger.inputs) if zero_shards.sets_boundaries(self.engine) else 0
+            place = (self.engine.micro_steps, forwards)
+            self.micro_batches += place != self.place
             self.loss += loss.float().sum()  # it may have the shape (1,)
-            self.losses, self.divided = self.losses + 1, divided
+            self.place, self.divided = place, divided
+
+    def _forget_losses(self) -> None:
+        self.loss, self.micro_batches, self.place, self.left_out = torch.zeros_like(self.loss), 0, None, False
+
+    def _mean_loss(self) -> torch.Tensor | None:
+        """Return this rank's loss of the step: the mean of its micro-batches, or their sum if the loop divides them."""
+        if not self.micro_batches:
+            return None
+        if not self.divided or _divided_by_lightning(self.engine.module):
+            return self.loss
+        managed = self.engine.managed_gradient_accumulation()  # otherwise all backward passes have one place
+        return self.loss / (self.micro_batches if managed else self.engine.gradient_accumulation_steps())
 
     def _read_next_step(self) -> None:
         """Store densities, pattern and rate of the next step, because the engine replaces them during that step."""
@@ -123,8 +146,14 @@ class Recording:
         if self.engine.lr_scheduler is None:
             self.rate = self._rate()
         self.norm = zero_shards.grad_norm(self.engine)
-        self.last = (self.loss / (self.losses if self.divided else 1) if self.losses else None, self.rate)
-        self.loss, self.losses = torch.zeros_like(self.loss), 0
+        self.last = self._mean_loss(), self.rate
+        self.untrained = not self.micro_batches and not self.engine.module.training
+        if self.untrained:
+            self._warn_once(
+                "the model trains in evaluation mode, so neither its loss nor its FLOPs are recorded: call "
+                "engine.train() before the forward pass of each training step"
+            )
+        self._forget_losses()
         before, self.ended = self.ended, time.monotonic()
         if before:  # with what the loop does between steps: medians leave out an evaluation
             self.record.times.add(self.kind, self.ended - before, moved=mst.changed_at == mst.step)
@@ -228,10 +257,16 @@ class Recording:
     def _flush(self) -> None:
         if self.waits and self.newest is not None and self.record is not None:
             self.record.put(self.newest)
-            if self.newest.get("loss") is None and not self.warned:
-                self.warned = True
-                logger.warning("no loss is recorded: call engine.backward(loss), or recording.log(loss=…) after a step")
+            if self.newest.get("loss") is None and not self.untrained:
+                self._warn_once(
+                    "no loss is recorded: call engine.backward(loss), or recording.log(loss=…) after a step"
+                )
         self.waits = False
+
+    def _warn_once(self, message: str) -> None:
+        if message not in self.warnings:
+            self.warnings.add(message)
+            logger.warning("%s", message)
 
     def close(self) -> None:
         """Write the pending row, and record the end of this start."""
@@ -292,6 +327,7 @@ class Recording:
         self.saved_row = state["row"] if state else None
         self.ledger.spent = dict.fromkeys(self.ledger.spent, 0.0)
         self.ledger.inputs.clear()
+        self._forget_losses()
         self._read_next_step()
 
     # --- run.json ---
@@ -320,6 +356,17 @@ class Recording:
             model={"class": type(engine.module).__name__, "parameters": parameters},
             optimizer=self._optimizer(),
         )
+
+
+def _divided_by_lightning(module: Any) -> bool:
+    """Return whether Lightning divides a loss by the micro-batches of a step, which DeepSpeed then does again."""
+    return getattr(module, "_trainer", None) is not None and bool(module.automatic_optimization)
+
+
+def _leave_out(recording: weakref.ref[Recording]) -> None:
+    """Note that gradients are discarded: by a loop that leaves out a batch, or by the engine in each step."""
+    if (found := recording()) is not None:
+        found.left_out = True
 
 
 def _close(recording: weakref.ref[Recording]) -> None:

@@ -209,7 +209,9 @@ class SparseTraining(TrainerCallback):
     def on_train_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:
         recording = self.recording
         if recording is not None and recording.record is not None:
-            row = recording.newest or recording.row()
+            row = recording.newest
+            if row is None or (row["step"] < recording.step and recording.mst.step == recording.step):
+                row = recording.row()  # it ends early, and has not loaded its best checkpoint
             recording.close()
             saved = f"FLOPs ÷{row['reduction']:.2f}, {_saved(row)}"
             logger.info("%d steps: %s; its figures: mst report %s", row["step"], saved, recording.out)

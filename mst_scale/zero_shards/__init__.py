@@ -98,6 +98,7 @@ from mst_scale.zero_shards.step import (
     passes_of_a_step,
     pipeline_losses,
     place_scheduler,
+    sets_boundaries,
     watch_losses,
 )
 from mst_scale.zero_shards.supported import check_arguments, uses_muon

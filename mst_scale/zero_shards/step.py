@@ -125,6 +125,11 @@ def watch_losses(engine: Any, see: Callable[[torch.Tensor, bool], None]) -> None
     engine.backward = backward
 
 
+def sets_boundaries(engine: Any) -> bool:
+    """Return whether the loop sets accumulation boundaries, as Accelerate does: it may take steps only there."""
+    return engine._is_gradient_accumulation_boundary is not None
+
+
 def around_passes(engine: Any, around: Callable[[], contextlib.AbstractContextManager[Any] | None]) -> None:
     """Run every forward and backward pass of the engine inside the context that `around` returns."""
     for name in ("forward", "backward", *(("train_batch",) if hasattr(engine, "train_batch") else ())):

@@ -8,10 +8,12 @@ from peft import IA3Config, LoHaConfig, LoraConfig, PromptTuningConfig, get_peft
 
 import mst_scale
 from mst_scale.checkpoints import open_masks
+from mst_scale.cli import main
 from mst_scale.config import TargetsConfig
 from mst_scale.engine.adapters import adapters_of, base_name
 from mst_scale.engine.targets import choose_targets
 from mst_scale.errors import UserError
+from mst_scale.hugging_face.export import export
 from mst_scale.zero_shards import grad_norm, is_compact
 from tests.ranks.integrations.test_trainer import arguments
 from tests.support import pool
@@ -172,6 +174,26 @@ def test_a_file_of_masks_has_the_names_of_the_model_without_adapters(tmp_path):
     path = tmp_path / "masks.safetensors"
     open_masks.write(path, ((n, kept(p)) for n, p in transformer("llama").named_parameters() if is_pruned(n, p)))
     assert pool.run(by_a_file, 2, str(path)) == [([], 14)] * 2
+
+
+def saved_with_adapters(rank, world, folder):
+    engine, *_ = mst_scale.initialize(model=wrapped(), config=config(1, world))
+    engine.save_checkpoint(f"{folder}/out")
+    engine.module.save_pretrained(f"{folder}/out")
+
+
+def test_masks_of_a_checkpoint_with_adapters_fit_the_merged_model(tmp_path):
+    pool.run(saved_with_adapters, 1, str(tmp_path))
+    assert main(["masks", str(tmp_path / "out"), str(tmp_path / "masks.safetensors")]) == 0
+    found = dict(open_masks.OpenMasks(tmp_path / "masks.safetensors"))
+    pairs = {name: p for name, p in pruned().named_parameters() if is_pruned(name, p)}
+    assert found.keys() == pairs.keys() and all(torch.equal(found[name], p != 0) for name, p in pairs.items())
+
+
+def test_adapters_are_not_exported_without_their_base(tmp_path):
+    pool.run(saved_with_adapters, 1, str(tmp_path))
+    with pytest.raises(UserError, match=r"merge_adapters\), save the result with save_pretrained"):
+        export(tmp_path / "out", tmp_path / "exported")
 
 
 def by_trainer(rank, world, folder):

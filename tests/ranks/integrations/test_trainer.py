@@ -297,6 +297,32 @@ def test_the_last_step_has_a_row_and_an_evaluation_after_training_joins_it(tmp_p
     assert [(row["step"], row.get("val_loss")) for row in rows] == [(5, None), (10, None), (12, loss)]
 
 
+def ended_early(rank, world, folder):
+    from transformers import TrainerCallback
+
+    class Stop(TrainerCallback):
+        def on_step_end(self, args, state, control, **others):
+            control.should_training_stop = state.global_step == 8
+
+    said = []
+    handler = logging.Handler(logging.INFO)
+    handler.emit = lambda record: said.append(record.getMessage())
+    logger = logging.getLogger("mst_scale")
+    logger.addHandler(handler)
+    try:
+        with opened():
+            trained(folder, 1, "gpt2", callback=Stop(), logging_steps=5)
+    finally:
+        logger.removeHandler(handler)
+    return without_times(folder), [line for line in said if "mst report" in line]
+
+
+def test_a_run_that_ends_early_has_a_row_of_its_last_step(tmp_path):
+    (((fifth, last), (line,)),) = pool.run(ended_early, 1, str(tmp_path))
+    assert (fifth["step"], last["step"]) == (5, 8) and last["flops"] > fifth["flops"] and last["loss"] is not None
+    assert line.startswith(f"8 steps: FLOPs ÷{last['reduction']:.2f}")
+
+
 def with_two_sets(rank, world, folder, metric):
     said = []
     handler = logging.Handler(logging.INFO)

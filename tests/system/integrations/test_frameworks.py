@@ -223,3 +223,53 @@ def with_lightning(rank, world, folder, stage):
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_lightning(tmp_path, stage):
     assert pool.run(with_lightning, 1, str(tmp_path), stage) == [(True, True)]
+
+
+def accumulating_with_lightning(rank, world, folder, limits):
+    """A run of epochs of 7 micro-batches, 3 of which are a step: its steps, its recorded losses, and the model's."""
+    import lightning
+    from lightning.pytorch.accelerators import CUDAAccelerator
+    from lightning.pytorch.strategies import DeepSpeedStrategy
+
+    class Module(lightning.LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.inner, self.losses = toy(), []
+
+        def on_train_start(self):
+            self.recording = mst_scale.record(self.trainer.strategy.model, folder, every=1)
+
+        def training_step(self, batch, index):
+            loss = self.inner(*batch)
+            self.losses.append(float(loss.detach()))
+            return loss
+
+        def configure_optimizers(self):
+            return adam(self.parameters())
+
+    config = {k: v for k, v in CONFIG.items() if k not in ("training", "gradient_accumulation_steps")}
+    with opened():
+        module = Module()
+        trainer = lightning.Trainer(
+            accelerator=accelerator(CUDAAccelerator), devices=1, logger=False, default_root_dir=folder, **limits,
+            strategy=DeepSpeedStrategy(config={**config, "zero_optimization": {"stage": 2}}),
+            accumulate_grad_batches=3, limit_train_batches=7,
+            enable_progress_bar=False, enable_model_summary=False, enable_checkpointing=False,
+        )  # fmt: skip
+        trainer.fit(module, loader())
+        module.recording.close()
+    with open(f"{folder}/metrics.jsonl") as file:
+        recorded = [json.loads(line)["loss"] for line in file]
+    mst = module.recording.mst
+    return mst.step, mst.schedule.total_steps, recorded, module.losses
+
+
+@pytest.mark.parametrize(
+    ("limits", "steps"),
+    [({"max_epochs": 2}, 4), ({"max_steps": 4}, 4), ({"max_steps": 9}, 10), ({"max_epochs": 3, "max_steps": 9}, 7)],
+)
+def test_lightning_accumulates(tmp_path, limits, steps):
+    """Lightning counts two steps in each epoch; DeepSpeed steps whenever it has three micro-batches."""
+    ((taken, planned, recorded, losses),) = pool.run(accumulating_with_lightning, 1, str(tmp_path), limits)
+    assert taken == planned == steps
+    assert recorded == pytest.approx([sum(losses[3 * i : 3 * i + 3]) / 3 for i in range(steps)], rel=1e-6)
