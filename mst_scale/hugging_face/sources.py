@@ -117,8 +117,8 @@ def open_source(path: Path, config: Path | None = None, *, causal: bool = True) 
         )
         if config is None and (checkpoint.parent / ADAPTERS).is_file():
             raise UserError(
-                f"{checkpoint} holds adapters of PEFT, without their base model: merge them (mst_scale.merge_adapters), "
-                "save the result with save_pretrained, and give that folder"
+                f"{checkpoint} holds adapters of PEFT, without their base model: merge them with "
+                "mst_scale.merge_adapters, and save the merged model with save_pretrained"
             )
         if config is None:
             raise UserError(

@@ -192,7 +192,7 @@ def test_masks_of_a_checkpoint_with_adapters_fit_the_merged_model(tmp_path):
 
 def test_adapters_are_not_exported_without_their_base(tmp_path):
     pool.run(saved_with_adapters, 1, str(tmp_path))
-    with pytest.raises(UserError, match=r"merge_adapters\), save the result with save_pretrained"):
+    with pytest.raises(UserError, match=r"merge_adapters, and save the merged model with save_pretrained"):
         export(tmp_path / "out", tmp_path / "exported")
 
 
