@@ -114,6 +114,7 @@ def after_one_that_is_left_out(engine, losses):
 
 def after_one_before_a_load(engine, losses):
     engine.backward(50 * engine(*losses[0]))
+    engine.zero_grad()
     engine.load_checkpoint(engine.saved_at)
     once(engine, losses)
 
