@@ -30,8 +30,11 @@ def made(config):
 
 
 def all_of(engine):
-    found = [p.detach().float().clone() for _, p in zero_shards.named_parameters(engine.module)]
-    return torch.cat([p.reshape(-1) for p in found])
+    found = []
+    for _, parameter in zero_shards.named_parameters(engine.module):
+        with zero_shards.whole(parameter):
+            found.append(parameter.detach().float().flatten().clone())
+    return torch.cat(found)
 
 
 def changed_by_hand_and_by_config(rank, world, stage, precision, folder):
