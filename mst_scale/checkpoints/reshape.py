@@ -55,7 +55,7 @@ def reshape(path: Path, out: Path | None = None) -> Reshaped:
     target = _target(path, source, out)
     if out is not None and out.exists():
         raise UserError(f"{out} exists: choose another OUT")
-    _refuse_damaged(source)
+    _reject_damaged(source)
     if out is None and has_copy(source) and not manifests.damage(target):
         return _reshaped(source, target, 0.0)
     beside = target.with_name(target.name + ".lock")
@@ -128,7 +128,7 @@ def _target(path: Path, source: Path, out: Path | None) -> Path:
     return out if path == source else out / "checkpoints" / source.name
 
 
-def _refuse_damaged(source: Path) -> None:
+def _reject_damaged(source: Path) -> None:
     manifest = manifests.head(source)
     if manifest is None:
         if (source / mask_files.FOLDER).is_dir():

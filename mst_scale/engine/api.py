@@ -94,7 +94,7 @@ def initialize(
         experiment = replace(experiment, has_length=states(source, "training", "steps"))
     notes = [*check_supported(experiment.deepspeed, experiment.mst), *unread]
     zero_shards.check_precision(precision_of(experiment.deepspeed))
-    _refuse_unread_sizes(model, experiment, others)
+    _reject_unread_sizes(model, experiment, others)
     if isinstance(model, deepspeed.PipelineModule):
         check_pipeline(experiment.deepspeed)
     if not experiment.mst.stays_dense or experiment.mst.function is not None:
@@ -104,6 +104,8 @@ def initialize(
             "this model stores only the active weights of an earlier engine (mst.compute.compact): build it again, and "
             "load its weights, of which state_dict() returns whole matrices"
         )
+    if optimizer is None and experiment.deepspeed.get("optimizer") is None:
+        raise UserError('there is no optimizer: add "optimizer" to the config, or pass one to mst_scale.initialize')
     if zero_shards.has_engine(optimizer):
         raise UserError("an earlier engine has this optimizer, and masks what it updates: create one for each engine")
     remove_products(model)  # of an earlier engine, whose masks are no longer followed
@@ -148,7 +150,7 @@ def initialize(
     return engine, made, loader, scheduler
 
 
-def _refuse_unread_sizes(model: torch.nn.Module, experiment: Experiment, others: dict[str, Any]) -> None:
+def _reject_unread_sizes(model: torch.nn.Module, experiment: Experiment, others: dict[str, Any]) -> None:
     """Reject keys that cut the model, which would have no effect here; `pretrain` acts on them and removes them."""
     sizes = sizes_of(experiment.deepspeed)
     ours = any(isinstance(module, SelfAttention) for module in model.modules())

@@ -37,10 +37,10 @@ def convert(source: Path, draft: Path) -> int:
     files = [some[0] for some in model_files(source)]
     states = [opened(path) for path in files]
     common = _common_state(source, states[0])
-    _refuse_untrained(source, states)
+    _reject_untrained(source, states)
     index = states_of(source, STATES)
     shapes = index[FP32].shapes if common.pop("sharded") else _optimized(source, states, index[FP32].shapes)
-    _refuse_paths(source, shapes)
+    _reject_paths(source, shapes)
 
     def write(name: str) -> None:
         for key, weights in index.items():
@@ -102,7 +102,7 @@ def _optimized(
     return found
 
 
-def _refuse_paths(source: Path, names: Iterable[str]) -> None:
+def _reject_paths(source: Path, names: Iterable[str]) -> None:
     """Reject parameter names, which become names of folders, that would lead out of the copy's folder."""
     for name in names:
         if name in ("", ".", "..") or "/" in name or "\0" in name:
@@ -111,7 +111,7 @@ def _refuse_paths(source: Path, names: Iterable[str]) -> None:
             )
 
 
-def _refuse_untrained(source: Path, states: list[dict[str, Any]]) -> None:
+def _reject_untrained(source: Path, states: list[dict[str, Any]]) -> None:
     """Reject tensors that are not optimized, a buffer or another name of a tied weight: they would be lost."""
     tied = {name for state in states for name in state.get("shared_params") or ()}
     for state in states:

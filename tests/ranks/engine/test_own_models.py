@@ -12,6 +12,7 @@ from torch.utils.data import TensorDataset
 import mst_scale
 from mst_scale.config import ModelConfig, TargetsConfig
 from mst_scale.engine.targets import choose_targets
+from mst_scale.errors import UserError
 from mst_scale.models import GPT
 from tests.support import pool
 from tests.support.toys import deepspeed_config, toy, toy_batch
@@ -151,6 +152,12 @@ def test_it_takes_deepspeeds_arguments_in_their_order(tmp_path):
     (found,) = pool.run(called_as_deepspeed_is, 1, str(tmp_path))
     # to within one weight per matrix
     assert found == [(pytest.approx(0.5, abs=2 / 481), loader) for loader in (False, True, True, True)]
+
+
+def test_without_an_optimizer_there_is_one_line():
+    config = {key: value for key, value in deepspeed_config(0, 1).items() if key != "optimizer"}
+    with pytest.raises(UserError, match=r'add "optimizer" to the config'):
+        mst_scale.initialize(model=hugging_face(), config=config)
 
 
 def test_norms_biases_and_embeddings_are_never_targets():
