@@ -224,7 +224,8 @@ def _fitting(checkpoint: Path, state: MaskState, saved: Mapping[str, Any] | None
             limit = old if what == "schedule" else ""
             raise UserError(
                 f"{checkpoint} was trained with another {what} of the masks: restore training.steps, the seed and the "
-                f"mst block{limit}, or continue with method dense"
+                f"mst block{limit}, or start a new run from its weights (--init RUN with another --out; in your own "
+                "loop mst_scale.warm_start(engine, CHECKPOINT))"
             )
     return found
 

@@ -371,7 +371,8 @@ class Reader:
         if run.lacks_seconds and run.seconds:
             run.notes.append("time is that of the steps alone: rows hold no wall-clock seconds")
         if self._damaged:
-            run.notes.append(f"{self._damaged} lines of metrics.jsonl could not be read and are left out")
+            lines = "1 line" if self._damaged == 1 else f"{self._damaged} lines"
+            run.notes.append(f"left out: {lines} of metrics.jsonl that could not be read")
         if run.series.rows and run.steps and not run.finished:
             run.notes.append(f"not finished: step {run.step:,} of {run.steps:,}")
         if run.spike_count > len(run.spikes):

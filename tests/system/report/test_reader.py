@@ -116,7 +116,7 @@ def test_damaged_lines_odd_values_and_damaged_files_are_notes(tmp_path):
     assert run.step == 220 and math.isnan(run.series.mean("loss")[-1])
     assert run.seconds == pytest.approx(12), "a row that does not know its time or step_ms adds nothing"
     notes = "\n".join(run.notes)
-    assert "4 lines of metrics.jsonl could not be read" in notes
+    assert "4 lines of metrics.jsonl" in notes
     assert "eval.json cannot be read" in notes and "step00000000.npz cannot be read" in notes
     assert "not finished: step 220 of 600" in notes
 
@@ -140,7 +140,7 @@ def test_lines_without_a_possible_step_are_damaged_and_hide_no_later_row(tmp_pat
     made = Report([folder], tmp_path / "report")
     made.read()
     assert made.write(pictures=False)["runs"][0]["step"] == 110
-    assert f"{len(NO_ROWS)} lines of metrics.jsonl could not be read" in "\n".join(read(folder).notes)
+    assert f"{len(NO_ROWS)} lines of metrics.jsonl" in "\n".join(read(folder).notes)
 
 
 @pytest.mark.parametrize("first", range(len(ODD)))
@@ -155,7 +155,7 @@ def test_odd_rows_and_configs_never_stop_a_report(tmp_path, first, config):
     run = read(tmp_path)
     assert run.method == "?" and run.steps == 0 and run.seed is None
     assert run.step == (8 if first < 4 else 0) and run.last_val_loss is None
-    assert any("1 lines of metrics.jsonl could not be read" in note for note in run.notes)
+    assert any("1 line of metrics.jsonl" in note for note in run.notes)
     if first == 0:
         made = Report([tmp_path], tmp_path / "report")
         made.read()
