@@ -312,7 +312,10 @@ def fit_universal_checkpoints(engine: Any) -> None:
         others = dict(given)
         load_dir, tag = others.pop("load_dir"), others.pop("tag", None)
         if tag is None:
-            tag = tag_in(Path(load_dir) / "latest_universal")
+            latest = Path(load_dir) / "latest_universal"
+            if not latest.is_file():
+                raise UserError(f"{latest} does not exist: pass the tag of a checkpoint that mst reshape has written")
+            tag = tag_in(latest)
         if (none := missing(Path(load_dir), tag)) is not None:
             raise UserError(none)
         # states come later, and from elsewhere; at stage 3 DeepSpeed would read `latest` for weights without states

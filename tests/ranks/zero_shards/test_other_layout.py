@@ -120,7 +120,8 @@ def without_a_checkpoint(rank, world, stage, more, folder):
     engine, *_ = mst_scale.initialize(model=toy(), config=config)
     engine.save_checkpoint(folder, tag="here")
     said = []
-    for given in ({"tag": "there"}, {"tag": "empty"}, {"load_dir": f"{folder}/other"}):
+    nowhere = [{"load_dir": f"{folder}/empty"}] if more else []  # of its own files, DeepSpeed then loads none
+    for given in ({"tag": "there"}, {"tag": "empty"}, {"load_dir": f"{folder}/other"}, *nowhere):
         again, *_ = mst_scale.initialize(model=toy(), config=config | more)
         try:
             again.load_checkpoint(**{"load_dir": folder, **given})
@@ -137,6 +138,8 @@ def test_a_checkpoint_that_is_not_there_is_named(tmp_path, stage, more):
     for name in ("latest", "latest_universal"):
         (tmp_path / "other" / name).write_text("gone")
     for said in pool.run(without_a_checkpoint, 2, stage, more, str(tmp_path)):
+        if more:
+            assert said.pop().startswith(f"{tmp_path}/empty/latest_universal does not exist")
         assert said == [
             f"there is no checkpoint {tmp_path}/there: the folder has here",
             f"there is no checkpoint {tmp_path}/empty: the folder has here",
