@@ -206,6 +206,11 @@ EARLY = [  # refused by each process for itself, before it looks for others
     (lambda f: arguments(f, "--method", "mst", "--set", "mst.sparsity.warmup=50"), 2, "do not fit in 12 steps"),
     (lambda f: adam(f, weight_decay="x"), 2, "optimizer.params.weight_decay must be"),
     (lambda f: adam(f, momentum="x"), 2, "optimizer.params.momentum must be"),
+    (
+        lambda f: arguments(f, zero_optimization={"allgather_bucket_size": "x"}),
+        2,
+        "zero_optimization.allgather_bucket_size must be a number",
+    ),
 ]
 LATE = [  # refused by one rank, for all
     (lambda f: arguments(f, model={"n_embd": 2**16, "n_layer": 100}), 2, "choose a smaller model"),
@@ -226,9 +231,9 @@ LATE = [  # refused by one rank, for all
         "zero_allow_untested_optimizer",
     ),
     (
-        lambda f: arguments(f, zero_optimization={"allgather_bucket_size": "x"}),
+        lambda f: arguments(f, zero_optimization={"reduce_scatter": "x"}),
         2,
-        "zero_optimization.allgather_bucket_size: Input should be a valid integer",
+        "zero_optimization.reduce_scatter: Input should be a valid bool",
     ),
     (lambda f: arguments(f, zero_optimization={"bucket": 1}), 2, "zero_optimization.bucket: there is no such key"),
     (lambda f: arguments(f, tensorboard={"enabled": "maybe"}), 2, "tensorboard.enabled: Input should be a valid bool"),
