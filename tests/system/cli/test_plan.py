@@ -239,13 +239,13 @@ def test_the_global_batch_stays_on_any_number_of_gpus(capsys):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--gpus", "0"], "--gpus must be at least 1"),
+        (["--gpus", "0"], "--gpus must be a number from 1"),
         ([], "--nodes N, or --gpus N"),
         (["--gpus", "64", "--tp", "16"], "use a divisor of its 8 GPUs"),
         (["--nodes", "2", "--gpus-per-node", "4", "--tp", "8"], "use a divisor of its 4 GPUs"),
         (["--gpus", "24", "--gpus-per-node", "16"], "24 GPUs are not whole nodes of 16"),
         (["--gpus", "8", "--pp", "2", "--sp", "2"], "omit --sp or --pp"),
-        (["--gpus", "8", "--sp", "0"], "--sp must be at least 1"),
+        (["--gpus", "8", "--sp", "0"], "--sp must be a number from 1"),
         (
             ["--gpus", "8", "--tp", "8", "--method", "powerprop", "--set", "mst.targets.lm_head=false"],
             "method powerprop needs whole matrices",
