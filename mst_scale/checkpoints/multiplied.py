@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from mst_scale.comm import SharedMistake
 from mst_scale.errors import UserError
 from mst_scale.methods import METHODS, WeightFunction
 from mst_scale.shard import Shard
@@ -59,3 +60,17 @@ def multiplied_weights_of(checkpoint: Path) -> Weights:
     function = of.function(of.options(**state["options"]))
     layers = {name: (int(kept), float(scale)) for name, (kept, scale) in state["layers"].items()}
     return Multiplied(weights.shapes, weights.parts, function, layers)
+
+
+def reject_functions(state: dict[str, Any] | None) -> None:
+    """Reject a checkpoint whose layers multiply by functions of what they store, which this run's layers do not.
+
+    Raises:
+        SharedMistake: if it is one.
+    """
+    if state and state["layers"]:
+        raise SharedMistake(
+            f"the checkpoint was trained with method {state['method']}, whose layers multiply by functions of the "
+            "stored tensors: continue it with this method, or start a new run from its weights (--init; in your own "
+            "loop mst_scale.warm_start(engine, CHECKPOINT, weights_only=True))"
+        )

@@ -245,8 +245,7 @@ class TrainingConfig:
     restart: Duration = Field(
         default=0,
         description="Duration after which the schedule restarts, including its warm-up; a `decay` stated as a "
-        "fraction "
-        "then refers to each part. `0`: never.",
+        "fraction then refers to each part. `0`: never.",
     )
     min_lr: StrictFloat = Field(default=6e-5, ge=0, description="Final learning rate.")
     sparse_rate: StrictFloat = Field(

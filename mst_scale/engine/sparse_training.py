@@ -43,7 +43,7 @@ from mst_scale._deprecated import renamed_attribute
 from mst_scale.checkpoints import mask_files, model_config, warm_start
 from mst_scale.checkpoints.background import BackgroundSaves
 from mst_scale.checkpoints.mask_state import MaskState
-from mst_scale.checkpoints.multiplied import STATE, functions_of
+from mst_scale.checkpoints.multiplied import STATE, functions_of, reject_functions
 from mst_scale.comm import SharedMistake, logger
 from mst_scale.comm.exchange import Exchange, Stages
 from mst_scale.config import Experiment
@@ -199,7 +199,7 @@ class SparseTraining:
                 )
             component.begin()
         if self.functions is None:
-            zero_shards.carry_state(self.engine, STATE, None, _reject_functions)
+            zero_shards.carry_state(self.engine, STATE, None, reject_functions)
         chosen = ["no weight is masked" if self.measured is None else self.measured.describe()]
         said = [part for part in (*chosen, self.attention.describe()) if part]
         logger.log(max(INFO, self.attention.level), "%s: %s", self.method, "; ".join(said))
@@ -444,13 +444,3 @@ class SparseTraining:
         """Follow a change of the weights and their master copy between two steps."""
         for component in self.components:
             component.weights_written()
-
-
-def _reject_functions(state: dict[str, Any] | None) -> None:
-    """Reject a checkpoint whose layers multiply by functions of what they store, which this run's layers do not."""
-    if state and state["layers"]:
-        raise SharedMistake(
-            f"the checkpoint was trained with method {state['method']}, whose layers multiply by functions of the "
-            "stored tensors: continue it with this method, or start a new run from its weights (--init; in your own "
-            "loop mst_scale.warm_start(engine, CHECKPOINT, weights_only=True))"
-        )

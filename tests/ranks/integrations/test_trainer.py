@@ -13,6 +13,7 @@ from mst_scale.errors import UserError
 from mst_scale.integrations.trainer import _logged
 from tests.support import pool
 from tests.support.integrated import Words, deepspeed_config, digests, model, opened
+from tests.support.messages import logged
 from tests.support.toy_engine import STAGES
 
 
@@ -304,16 +305,8 @@ def ended_early(rank, world, folder):
         def on_step_end(self, args, state, control, **others):
             control.should_training_stop = state.global_step == 8
 
-    said = []
-    handler = logging.Handler(logging.INFO)
-    handler.emit = lambda record: said.append(record.getMessage())
-    logger = logging.getLogger("mst_scale")
-    logger.addHandler(handler)
-    try:
-        with opened():
-            trained(folder, 1, "gpt2", callback=Stop(), logging_steps=5)
-    finally:
-        logger.removeHandler(handler)
+    with logged(logging.INFO) as said, opened():
+        trained(folder, 1, "gpt2", callback=Stop(), logging_steps=5)
     return without_times(folder), [line for line in said if "mst report" in line]
 
 
@@ -324,17 +317,9 @@ def test_a_run_that_ends_early_has_a_row_of_its_last_step(tmp_path):
 
 
 def with_two_sets(rank, world, folder, metric):
-    said = []
-    handler = logging.Handler(logging.INFO)
-    handler.emit = lambda record: said.append(record.getMessage())
-    logger = logging.getLogger("mst_scale")
-    logger.addHandler(handler)
     more = {"eval_strategy": "steps", "eval_steps": 6, "per_device_eval_batch_size": 4, "metric_for_best_model": metric}
-    try:
-        with opened():
-            trainer, *_ = trained(folder, 1, "gpt2", sets={"web": Words(8), "code": Words(4)}, **more)
-    finally:
-        logger.removeHandler(handler)
+    with logged(logging.INFO) as said, opened():
+        trainer, *_ = trained(folder, 1, "gpt2", sets={"web": Words(8), "code": Words(4)}, **more)
     history = [row for row in trainer.state.log_history if any(key.endswith("_loss") for key in row)]
     return history, without_times(folder), [line for line in said if "val_loss" in line]
 

@@ -234,10 +234,10 @@ def test_a_check_that_raises_or_never_ends_does_not_stop_the_others():
         examine.Check("second", lambda _: time.sleep(60) or [], seconds=0.3),
         examine.Check("third", lambda _: [ok("third", "fine")]),
     ]
-    told: list[Finding] = []
-    assert not examine.examine(None, todo, told.extend)
-    assert verdicts(told) == {"first": WRONG, "second": WRONG, "third": OK}
-    assert told[0].message == "RuntimeError: it is broken" and "not finished after" in told[1].message
+    findings: list[Finding] = []
+    assert not examine.examine(None, todo, findings.extend)
+    assert verdicts(findings) == {"first": WRONG, "second": WRONG, "third": OK}
+    assert findings[0].message == "RuntimeError: it is broken" and "not finished after" in findings[1].message
 
 
 def test_ranks_that_cannot_meet_are_told_and_the_rest_is_looked_at(monkeypatch):

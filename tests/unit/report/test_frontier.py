@@ -1,4 +1,4 @@
-"""What a method's FLOPs are worth, drawn and in words: `mst report --frontier`."""
+"""FLOP multipliers of methods, as figures and in words: `mst report --compute-frontier`."""
 
 import json
 from dataclasses import replace
@@ -24,7 +24,7 @@ def test_the_frontier_says_what_a_method_is_worth(tmp_path, capsys):
     for seed in (1, 2):
         for steps in lengths:
             made.append(ending(runs.write(tmp_path / f"dense-{steps}-{seed}", "dense", steps=steps, seed=seed), 0.1))
-        mst = ending(runs.write(tmp_path / f"mst-{seed}", steps=600, seed=seed), 0.1, worth=2.0)
+        mst = ending(runs.write(tmp_path / f"mst-{seed}", steps=600, seed=seed), 0.1, multiplier=2.0)
         made.append(mst)
     half = runs.write(tmp_path / "half", "rigl", until=100)
     out = tmp_path / "out"
@@ -144,8 +144,8 @@ def read(folder):
     return reader.run
 
 
-def ending(folder, power, worth=1.0, **others):
-    """The last validation loss of a run becomes 10 · C^-power, of what so many times all of its FLOPs buy.
+def ending(folder, power, multiplier=1.0, **others):
+    """Make the last validation loss of a run 10 · C^-power, where C is all of its FLOPs times `multiplier`.
 
     `others` are values of the last row that replace its own.
     """
@@ -154,6 +154,6 @@ def ending(folder, power, worth=1.0, **others):
     optimizer = 17 * last["step"] * config.model.weights
     topology = last["step"] * 8 * topology_flops(config)[1].total
     assert (topology > 0) == (config.mst.method == "mst")
-    last["val_loss"] = 10 * (worth * (last["flops"] + optimizer + topology)) ** -power
+    last["val_loss"] = 10 * (multiplier * (last["flops"] + optimizer + topology)) ** -power
     (folder / "metrics.jsonl").write_text("\n".join([*lines[:-1], json.dumps({**last, **others})]) + "\n")
     return folder
