@@ -15,7 +15,7 @@ from mst_scale.report.frontier import rows as method_rows
 from mst_scale.report.style import Plot
 
 from ..page import grid, picture
-from . import against, law, records
+from . import against, law, no_larger, records
 from .outcome import Outcome, baselines_elsewhere, outcomes, wanted
 from .plan import Cell, Plan, job
 from .records import FINISHED, Row
@@ -41,6 +41,15 @@ def answers(plan: Plan, rows: Mapping[str, Row], data: str) -> dict[str, Any]:
             {"size": size, "budget": budget, **vars(one), "counts": one.counts}
             for (size, budget), differences in against.differences(plan, found).items()
             for one in differences
+        ],
+        "no_larger": [
+            {
+                **vars(one.run.cell),
+                **vars(one.size),
+                "multiplier_equal_nonzero": None if one.of_nonzero is None else vars(one.of_nonzero),
+                "multiplier_equal_bytes": None if one.of_bytes is None else vars(one.of_bytes),
+            }
+            for one in no_larger.comparisons(plan, found, data)
         ],
     }
 
@@ -68,7 +77,7 @@ def written(plan: Plan, rows: Mapping[str, Row], data: str, folder: Path, pictur
                 picture(plot, pictures / name, alt)
         parts += [_about(found, plan), *(text for name, text in shown.items() if name != differs)]
         parts += [*_tables(plan, found, others), *against.section(plan, found, shown.get(differs))]
-        parts += [_notes(found, others), *_law(plan, found, data)]
+        parts += [*no_larger.section(plan, found, data), _notes(found, others), *_law(plan, found, data)]
     else:
         parts.append("No run has finished yet.")
     parts += ["## All runs", _all_runs(plan, rows, data, folder)]
