@@ -28,6 +28,7 @@ from mst_scale.launch.supervisor import NOT_BEGUN, Reports, Supervisor, output_o
 
 PORT_OF_DOCTOR = 15  # in addition to those of up to 15 starts of a job
 ELASTIC = "MST_ELASTIC"  # the variable with MIN:MAX
+DOCTOR = "MST_DOCTOR"  # the variable that asks for the doctor's step
 PROBE_SECONDS = "10"
 STUCK_SECONDS = 15.0  # after a rank was lost, in which the others end
 TOO_FEW_NODES = 126  # a code after which the job is queued again instead of starting the run once more
@@ -75,7 +76,7 @@ def show(step: Step, config: str, arguments: list[str]) -> None:
 
 def _steps(step: Step, config: str, arguments: list[str]) -> list[list[str]]:
     """Return the doctor's step, where it was asked for, and the run's."""
-    doctor = [step.command("mst_scale", "doctor", "--full")] if os.environ.get("MST_DOCTOR") else []
+    doctor = [step.command("mst_scale", "doctor", "--full")] if os.environ.get(DOCTOR) else []
     return [*doctor, step.command("mst_scale.pretrain", "--deepspeed_config", config, *arguments)]
 
 
