@@ -43,7 +43,7 @@ def batch_of(deepspeed: Mapping[str, Any]) -> int:
         raise UserError(
             "--elastic needs a global batch that does not depend on the number of ranks: set train_batch_size"
         )
-    return batch_shape({"train_batch_size": total}, 1)[0]
+    return batch_shape({"train_batch_size": total}, 1).sequences
 
 
 def check_elastic(deepspeed: Mapping[str, Any]) -> None:

@@ -22,7 +22,7 @@ from mst_scale.checkpoints import finding, manifests, mask_files, store
 from mst_scale.comm import Mesh, Ranks, logger
 from mst_scale.config import DataConfig, Experiment, to_dict
 from mst_scale.config import compact as compact_steps
-from mst_scale.config.deepspeed import batch_shape
+from mst_scale.config.deepspeed import BatchShape, batch_shape
 from mst_scale.config.parallel import sizes_of, without_sizes
 from mst_scale.data.corpus import fingerprint, identity
 from mst_scale.data.prepare import prepare as prepare_corpus
@@ -124,67 +124,47 @@ def prepare(
     """
     sizes = ranks.agree(lambda: sizes_of(experiment.deepspeed))
     replicas = ranks.agree(lambda: sizes.data(ranks.world_size))
-    source = None if handover is None else handover.folder
     if handover is None:
-        own = resume.choose_checkpoint(out, resume_from, ranks)
-        ranks.on_first(lambda: resume.validate_same_model(out, experiment))
-        source = schedules.find_extension_start(own, out, experiment, resume_from, ranks)
-        source = source or schedules.find_branch_source(branch_from, experiment, ranks)
+        source = _choose_source(experiment, out, ranks, resume_from, branch_from)
+    else:
+        source = handover.folder
     fitted = experiment
     if source is not None:
         fitted = ranks.agree(lambda: resume.with_batch_of(experiment, source, replicas))
-    batch, micro, accumulation = ranks.agree(lambda: batch_shape(fitted.deepspeed, replicas))
-    fitted = fitted.with_batch(batch)
-    shape = {"sequences": batch, "micro": micro, "accumulation": accumulation}
-    reached = finding.step_of(source) if source is not None and source.parent == out / "checkpoints" else -1
-    if stop_at is not None and handover is None and stop_at <= reached < fitted.training.steps:
-        file = record_start(fitted, out, ranks, step=reached, source=source, batch=shape, text=None)
-        if file is not None:
-            file.ended(PAUSED, reached)
-        logger.info("the run is already at step %d, so --stop-at %d trains nothing", reached, stop_at)
-        elastic.tell_waiting_ranks()
-        ranks.leave()
-        raise SystemExit(0)
-    if gain := expect(fitted, batch):
+    shape = ranks.agree(lambda: batch_shape(fitted.deepspeed, replicas))
+    fitted = fitted.with_batch(shape.sequences)
+    if stop_at is not None and handover is None:
+        _end_if_passed(stop_at, fitted, out, ranks, source=source, shape=shape)
+    if gain := expect(fitted, shape.sequences):
         logger.info("%s", gain)
     mesh = ranks.agree(lambda: Mesh(sizes)) if sizes.model > 1 else None
     ranks.agree(lambda: validation.validate(fitted, ranks.world_size, mesh))
-    ledger = Ledger(fitted.model, batch, optimizer_flops(fitted.model, fitted.deepspeed))
+    ledger = Ledger(fitted.model, shape.sequences, optimizer_flops(fitted.model, fitted.deepspeed))
     stretches = ranks.agree(lambda: compact_steps.stretches(fitted))
-    stretch = None if source is None else ranks.on_first(lambda: storage.stretch_of(stretches, source))
     if source is None:
         stretch = storage.stretch_after(stretches, 0, 0)
+    else:
+        stretch = ranks.on_first(lambda: storage.stretch_of(stretches, source))
     begins("corpus", f" {fitted.data.dir or fitted.data.source or ''}")
     folder = ranks.on_first(lambda: _prepare_corpus(fitted.data), long=True)
-
-    def open_split(split: str, seed: int) -> Sampler:
-        return open_sampler(folder, split, fitted.model, seed, check_ids=ranks.first)
-
-    train, val = ranks.agree(lambda: (open_split("train", fitted.training.seed), open_split("val", fitted.eval_seed)))
+    train, val = ranks.agree(lambda: _open_splits(fitted, folder, check_ids=ranks.first))
     if fitted.training.eval_tasks is not None:
         begins("evaluation tasks")
-    tasks = _load_tasks(fitted, out, micro, ranks)
+    tasks = _load_tasks(fitted, out, shape.micro, ranks)
     weights, grown = None, None
     if source is None and fitted.mst.growth is not None:
         begins("growth", f" from {fitted.mst.grow_from}")
-        grown = growth.grow_weights(fitted, train, batch, micro, ranks)
+        grown = growth.grow_weights(fitted, train, shape.sequences, shape.micro, ranks)
         ledger.begin(grown.cost.total)
         weights = grown.weights
     elif source is None:
         weights = _read_initial_weights(fitted, ranks)
     begins("model and engine", f" ({fitted.model.weights:,} weights)")
     saved = None if source is None else ranks.on_first(lambda: (manifests.head(source) or {}).get("optimizer"))
-    chosen = ranks.agree(lambda: validation.choose_adam(fitted, source is None, saved))
-    if stretches:
-        logger.info("%s", storage.describe(stretches))
-        chosen = storage.of_stretch(chosen, stretch)
-    elif compact_steps.could_be_compact(fitted):
-        logger.info(
-            "mst.compute.compact is off: with auto, long phases of one sparsity store and send only active weights "
-            "(docs/compact.md)"
-        )
+    of_engine = ranks.agree(lambda: validation.choose_adam(fitted, source is None, saved))
+    of_engine = _with_storage(of_engine, stretches, stretch)
     with contextlib.nullcontext() if handover is None else not_drawn():
-        engine = ranks.agree(lambda: _build_engine(chosen, out, weights, mesh, source))
+        engine = ranks.agree(lambda: _build_engine(of_engine, out, weights, mesh, source))
     loadable: Loadable | None = handover
     if source is not None and handover is None:
         compact = zero_shards.is_compact(engine.module)
@@ -192,13 +172,10 @@ def prepare(
     if source is not None:
         ranks.agree(lambda: validation.validate_same_adam(saved, zero_shards.adam_of(engine), source))
     text, engine.mst.record.corpus = ranks.on_first(lambda: (identity(folder), fingerprint(folder)))
-    progress, rollbacks = Progress(), []
+    progress, rollbacks = Progress(), 0
     if loadable is not None:
         begins("weights and states", f" of {source}")
-        rollbacks = ranks.on_first(lambda: run_file.rollbacks(out / "run.json"))
-        progress = load_checkpoint(engine, ledger, out, ranks, loadable)
-        skipped = {*progress.skipped, *(batch for batches in rollbacks for batch in batches)}
-        progress = replace(progress, skipped=tuple(sorted(skipped)))
+        progress, rollbacks = _load_progress(engine, ledger, out, ranks, loadable)
     read = None if handover is not None else source
     file = record_start(fitted, out, ranks, step=progress.step, source=read, batch=shape, text=text)
     if file is not None and grown is not None:
@@ -206,10 +183,38 @@ def prepare(
     if file is not None and engine.mst.record.changes:
         file.happened("resumed with changes", changes=engine.mst.record.changes)
     return Prepared(
-        fitted, out, ranks, batch, micro, accumulation,
-        train, val, tasks, engine, mesh, ledger, progress, len(rollbacks), file, stretches, stretch,
-        continues=handover is not None,
+        fitted, out, ranks, *shape, train, val, tasks, engine, mesh, ledger, progress, rollbacks, file, stretches,
+        stretch, continues=handover is not None,
     )  # fmt: skip
+
+
+# --- the checkpoint ---
+
+
+def _choose_source(
+    experiment: Experiment, out: Path, ranks: Ranks, resume_from: str, branch_from: str | None
+) -> Path | None:
+    """Return the checkpoint that the run continues from, its own or that of a trunk; None for a run from step 0."""
+    own = resume.choose_checkpoint(out, resume_from, ranks)
+    ranks.on_first(lambda: resume.validate_same_model(out, experiment))
+    own = schedules.find_extension_start(own, out, experiment, resume_from, ranks)
+    return own or schedules.find_branch_source(branch_from, experiment, ranks)
+
+
+def _end_if_passed(
+    stop_at: int, experiment: Experiment, out: Path, ranks: Ranks, *, source: Path | None, shape: BatchShape
+) -> None:
+    """End this start if its checkpoint is of the step at which the run is to stop, or of a later one."""
+    reached = finding.step_of(source) if source is not None and source.parent == out / "checkpoints" else -1
+    if not stop_at <= reached < experiment.training.steps:
+        return
+    file = record_start(experiment, out, ranks, step=reached, source=source, batch=shape, text=None)
+    if file is not None:
+        file.ended(PAUSED, reached)
+    logger.info("the run is already at step %d, so --stop-at %d trains nothing", reached, stop_at)
+    elastic.tell_waiting_ranks()
+    ranks.leave()
+    raise SystemExit(0)
 
 
 Loadable = tuple[Path, bool] | zero_shards.Handover
@@ -231,9 +236,17 @@ def load_checkpoint(engine: Any, ledger: Ledger, out: Path, ranks: Ranks, loadab
     return Progress(step, losses, skipped, dict(state.get("layers", {})))
 
 
+def _load_progress(engine: Any, ledger: Ledger, out: Path, ranks: Ranks, loadable: Loadable) -> tuple[Progress, int]:
+    """Load the checkpoint of a start; return the run's progress and how often it was rolled back."""
+    rollbacks = ranks.on_first(lambda: run_file.rollbacks(out / "run.json"))
+    progress = load_checkpoint(engine, ledger, out, ranks, loadable)
+    skipped = {*progress.skipped, *(batch for batches in rollbacks for batch in batches)}
+    return replace(progress, skipped=tuple(sorted(skipped))), len(rollbacks)
+
+
 def record_start(
     experiment: Experiment, out: Path, ranks: Ranks, *, step: int, source: Path | None,
-    batch: dict[str, int], text: str | None,
+    batch: BatchShape, text: str | None,
 ) -> RunFile | None:  # fmt: skip
     """Write the resolved config and this start (run.json) into `out`, and set checkpoints of later steps aside.
 
@@ -263,13 +276,16 @@ def record_start(
             ranks=ranks.world_size,
             replicas=sizes_of(experiment.deepspeed).data(ranks.world_size),
             hosts=hosts,
-            batch=batch,
+            batch=batch._asdict(),
             corpus=text,
             seeds={"training": seed, "mst": seed if experiment.mst.seed is None else experiment.mst.seed},
         )
         return RunFile(out / "run.json", config, start)
 
     return ranks.agree(lambda: write() if ranks.first else None)
+
+
+# --- data ---
 
 
 def _prepare_corpus(data: DataConfig) -> str:
@@ -286,6 +302,15 @@ def _prepare_corpus(data: DataConfig) -> str:
     if data.dir is None:
         raise UserError("no data: give --data DIR, or set data.dir or data.source in the config")
     return data.dir
+
+
+def _open_splits(experiment: Experiment, folder: str, check_ids: bool) -> tuple[Sampler, Sampler]:
+    """Return the samplers of the training and of the validation split."""
+    seeds = {"train": experiment.training.seed, "val": experiment.eval_seed}
+    train, val = (
+        open_sampler(folder, split, experiment.model, seed, check_ids=check_ids) for split, seed in seeds.items()
+    )
+    return train, val
 
 
 def _load_tasks(experiment: Experiment, out: Path, micro: int, ranks: Ranks) -> Any:
@@ -314,6 +339,21 @@ def _read_initial_weights(experiment: Experiment, ranks: Ranks) -> dict[str, Ten
 
 
 # --- model and engine ---
+
+
+def _with_storage(
+    experiment: Experiment, stretches: list[storage.Stretch], stretch: storage.Stretch | None
+) -> Experiment:
+    """Return the experiment for an engine that trains this stretch, and log how the run stores its weights."""
+    if stretches:
+        logger.info("%s", storage.describe(stretches))
+        return storage.of_stretch(experiment, stretch)
+    if compact_steps.could_be_compact(experiment):
+        logger.info(
+            "mst.compute.compact is off: with auto, long phases of one sparsity store and send only active weights "
+            "(docs/compact.md)"
+        )
+    return experiment
 
 
 def _build_engine(
