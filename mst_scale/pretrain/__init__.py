@@ -4,6 +4,7 @@ start           reads the command line and starts the loop; __main__ is the comm
 engines         trains with one engine after another, where the storage of weights changes
 training_loop   the training loop of one engine
 prepare         prepares token files, initial weights, model, engine and checkpoint
+building        the model, and DeepSpeed's engine around it
 growth          the initial weights of a run that grows from a smaller one
 validation      early checks for what DeepSpeed, torch or the machine would reject later
 from_memory     makes a checkpoint of the newest copy in the hosts' memory, if none on disk is as new
