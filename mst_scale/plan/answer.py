@@ -280,7 +280,7 @@ def plan(
 def of_tokens(experiment: Experiment, tokens: float, batch: int) -> Experiment:
     """Return the experiment with as many steps as these tokens need.
 
-    Phases stated in steps keep their shares of the run.
+    Phases stated in steps keep their fractions of the run.
     """
     before, model = experiment.training.steps, experiment.model
     steps = max(1, round(tokens / (batch * model.seq_length)))

@@ -1,6 +1,6 @@
 """Estimates the seconds of a step, dense and in every phase of sparse training, by a roofline.
 
-Each part runs at the stated share (`gpus.Efficiency`) of the peak that bounds it:
+Each part runs at the stated fraction (`gpus.Efficiency`) of the peak that bounds it:
 
     products       FLOPs of all matrices, forward and twice that backward        matmul · peak
     attention      FLOPs of the causal pairs, 1 forward and 2.5 backward          attention · peak
@@ -10,7 +10,8 @@ Each part runs at the stated share (`gpus.Efficiency`) of the peak that bounds i
     bubble         of p stages and m micro-batches: (p - 1)/m of a stage's time
 
 A rank that shares a model computes its part (`setting.share`); the head of a tensor-parallel group is whole on each
-rank. Matrix products that are cut count at the same share of the peak as whole ones, which very thin ones do not reach.
+rank. Matrix products that are cut count at the same fraction of the peak as whole ones, which very thin ones do not
+reach.
 
 Masked dense layers take as long as dense ones: they save FLOPs only. In sparse phases, layers that skip inactive
 weights and attention over a pattern take the time of their kernels (`roofline`), and everything else is as in a dense
@@ -214,7 +215,7 @@ def seconds(calls: Iterable[Call], ranks: int, apart: int, machine: Machine) -> 
 def sparse_seconds(
     experiment: Experiment, s: Setting, machine: Machine, density: Mapping[str, float], pattern: Pattern
 ) -> Seconds:
-    """Estimate a step with these shares of active weights, and this attention."""
+    """Estimate a step with these densities, and this attention."""
     model = experiment.model
 
     def busy(stage: int) -> Busy:

@@ -246,8 +246,8 @@ def _bracket(layer: Layer, which: str) -> float:
     if layer.elements <= LISTED_WHOLE:
         return float(candidates)
     size = min(SAMPLE, candidates)
-    share = wanted / candidates
-    slack = SIGMAS * math.sqrt(size * share * (1 - share)) + SLACK
+    fraction = wanted / candidates
+    slack = SIGMAS * math.sqrt(size * fraction * (1 - fraction)) + SLACK
     return min(candidates, candidates / size * 2 * slack)
 
 
