@@ -10,7 +10,8 @@ validation      early checks for what DeepSpeed, torch or the machine would reje
 from_memory     makes a checkpoint of the newest copy in the hosts' memory, if none on disk is as new
 resume          selects the checkpoint from which a run continues, and its batch
 storage         the steps that are trained with compact storage
-schedules       the learning rate; extended runs, and branches that decay from another run's checkpoint
+learning_rate   the learning rate and the weight decay of each step
+extending       runs that get more steps, and branches that decay from another run's checkpoint
 batches         the micro-batches of a rank: one optimizer step, the validation loss
 saving          checkpoints, written now or in the background, copies in memory, and what a failed save means
 spikes          loss spikes, and the batches to skip after them

@@ -21,7 +21,7 @@ from mst_scale.hugging_face import start_from
 from mst_scale.mixed_growing import packed_bits
 from mst_scale.mixed_growing.masks import assemble
 from mst_scale.models import blocks_of, build
-from mst_scale.pretrain.schedules import MASKED
+from mst_scale.pretrain.learning_rate import MASKED
 from mst_scale.run_logging.metrics import OptionalWrites
 from mst_scale.tensor_parallel import TensorGroup
 

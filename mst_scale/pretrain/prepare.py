@@ -33,7 +33,7 @@ from mst_scale.flops.ledger import Ledger
 from mst_scale.hugging_face import start_from
 from mst_scale.models.initial_weights import not_drawn
 from mst_scale.plan.expected_gain import expect
-from mst_scale.pretrain import elastic, growth, resume, schedules, storage, validation
+from mst_scale.pretrain import elastic, extending, growth, resume, storage, validation
 from mst_scale.pretrain.building import build_engine
 from mst_scale.run_logging import run_file
 from mst_scale.run_logging.run_file import PAUSED, RunFile
@@ -185,8 +185,8 @@ def _choose_source(
     """Return the checkpoint that the run continues from, its own or that of a trunk; None for a run from step 0."""
     own = resume.choose_checkpoint(out, resume_from, ranks)
     ranks.on_first(lambda: resume.validate_same_model(out, experiment))
-    own = schedules.find_extension_start(own, out, experiment, resume_from, ranks)
-    return own or schedules.find_branch_source(branch_from, experiment, ranks)
+    own = extending.find_extension_start(own, out, experiment, resume_from, ranks)
+    return own or extending.find_branch_source(branch_from, experiment, ranks)
 
 
 def _fit_batch(

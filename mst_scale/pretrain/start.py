@@ -28,7 +28,7 @@ from mst_scale.config import RATE_DURATIONS, Experiment, describe_unread, load, 
 from mst_scale.config.check import check, check_growth
 from mst_scale.config.presets import config_file
 from mst_scale.errors import UserError
-from mst_scale.pretrain import elastic, resume, schedules
+from mst_scale.pretrain import elastic, extending, resume
 from mst_scale.run_logging.operations import command_of
 from mst_scale.run_logging.out_lock import OutLock
 from mst_scale.run_logging.progress import Starting
@@ -173,7 +173,7 @@ def read_experiment(args: argparse.Namespace) -> Experiment:
     if args.elastic:
         elastic.check_elastic(experiment.deepspeed)
     if branches:
-        experiment = schedules.plan_branch(experiment, args.branch_decay_from, out)
+        experiment = extending.plan_branch(experiment, args.branch_decay_from, out)
     validate_folder("--out", out)
     schedule = experiment.attention_schedule  # raises if its phases do not fit
     if warning := schedule.describe_ineffective_stride(experiment.model.seq_length):

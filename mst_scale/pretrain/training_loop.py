@@ -26,9 +26,9 @@ from mst_scale.engine.targets import choose_targets
 from mst_scale.errors import CorruptedError, DivergedError
 from mst_scale.pretrain import elastic, resume, storage
 from mst_scale.pretrain.batches import MicroBatches
+from mst_scale.pretrain.learning_rate import learning_rate, set_groups
 from mst_scale.pretrain.prepare import Prepared, load_checkpoint
 from mst_scale.pretrain.saving import Saves
-from mst_scale.pretrain.schedules import learning_rate, set_groups
 from mst_scale.pretrain.spikes import Spikes, batch_number
 from mst_scale.run_logging.observer import Observer
 from mst_scale.run_logging.operations import Operations
