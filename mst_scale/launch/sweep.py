@@ -53,7 +53,7 @@ def main(words: list[str]) -> int:
     launcher = getattr(options, "with").removesuffix(".sh")
     if launcher not in LAUNCHERS:
         raise UserError(f"--with {launcher}: choose local, hostfile, mpi or slurm")
-    if not re.fullmatch("[a-z-]+(,[a-z-]+)*", options.methods):
+    if not all(options.methods.split(",")):
         raise UserError(f"--methods {options.methods}: separate the names with commas")
     if not re.fullmatch("[0-9]+(,[0-9]+)*", options.seeds):
         raise UserError(f"--seeds {options.seeds}: separate the numbers with commas")
