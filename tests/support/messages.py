@@ -14,11 +14,8 @@ def logged(level: int) -> Iterator[list[str]]:
     handler = logging.Handler(level)
     handler.emit = lambda record: found.append(record.getMessage())  # type: ignore[method-assign]
     logger = logging.getLogger("mst_scale")
-    before = logger.level
     logger.addHandler(handler)
-    logger.setLevel(min(level, logger.getEffectiveLevel()))
     try:
         yield found
     finally:
         logger.removeHandler(handler)
-        logger.setLevel(before)
