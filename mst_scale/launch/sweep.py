@@ -125,7 +125,7 @@ def _is_finished(folder: Path, words: list[str]) -> bool:
 
 
 def _print_table(out: Path, methods: list[str], seeds: list[str]) -> None:
-    """Print the last validation loss and share of FLOPs of each method, as a mean over its seeds."""
+    """Print the last validation loss and fraction of dense FLOPs of each method, as a mean over its seeds."""
     print(f"{'method':<14}{'runs':>5}{'validation loss':>18}{'± over seeds':>14}{'FLOPs':>8}")
     for method in methods:
         rows = [row for seed in seeds if (row := _last_validated(out / f"{method}-{seed}" / "metrics.jsonl"))]

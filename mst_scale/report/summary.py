@@ -326,7 +326,7 @@ def _join(*parts: Any) -> str:
 
 
 def _format_length(value: Any) -> str | None:
-    """Format a length: a float is a share of the run, an integer a number of steps."""
+    """Format a length: a float is a fraction of the run, an integer a number of steps."""
     if isinstance(value, float):
         return f"{100 * value:.3g} %"
     return None if value is None else f"{value} steps"
