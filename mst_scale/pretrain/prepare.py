@@ -171,8 +171,10 @@ def prepare(
     if file is not None and engine.mst.record.changes:
         file.happened("resumed with changes", changes=engine.mst.record.changes)
     return Prepared(
-        fitted, out, ranks, *shape, train, val, tasks, engine, mesh, ledger, progress, rollbacks, file, stretches,
-        stretch, continues=handover is not None,
+        experiment=fitted, out=out, ranks=ranks, batch=shape.sequences, micro=shape.micro,
+        accumulation=shape.accumulation, train=train, val=val, tasks=tasks, engine=engine, mesh=mesh, ledger=ledger,
+        progress=progress, rollbacks=rollbacks, run_file=file, stretches=stretches, stretch=stretch,
+        continues=handover is not None,
     )  # fmt: skip
 
 
