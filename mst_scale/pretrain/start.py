@@ -151,22 +151,11 @@ def read_experiment(args: argparse.Namespace) -> Experiment:
     experiment = load(args.deepspeed_config, overrides, args.method)
     if changes := overridden_in_recipe(args.deepspeed_config, overrides, args.method):
         logger.info("%s", changes)
-    out = output_folder(args, experiment)
-    branches = args.branch_decay_from is not None
-    if branches and experiment.training.init is not None:
-        raise UserError("--branch-decay-from already determines the initial weights: leave out --init")
+    _check_options(args, experiment)
+    out, branches = output_folder(args, experiment), args.branch_decay_from is not None
     check_growth(experiment, branches or bool(finding.list_tags(out / "checkpoints")))
     if experiment.training.init is not None:
         experiment = resume.with_shape_of_init(experiment, experiment.training.init, out)
-    if args.steps is not None and experiment.mst.like is not None:
-        raise UserError(
-            f"the length of method dense-short is determined by the FLOPs of {experiment.mst.like}: leave out --steps"
-        )
-    if args.stop_at is not None and args.stop_at < 1:
-        raise UserError(f"--stop-at {args.stop_at}: give the number of a step, from 1")
-    if args.health is not None:
-        validate_folder("--health", args.health.parent)
-    command_of(args.on_event)
     check(experiment)
     if unread := describe_unread(args.deepspeed_config, overrides, args.method):
         logger.warning("%s", unread)
@@ -181,6 +170,21 @@ def read_experiment(args: argparse.Namespace) -> Experiment:
     if skipped := experiment.describe_skipped_ramp():
         logger.info("%s", skipped)
     return experiment
+
+
+def _check_options(args: argparse.Namespace, experiment: Experiment) -> None:
+    """Reject wrong values of options, and options that contradict the config."""
+    if args.branch_decay_from is not None and experiment.training.init is not None:
+        raise UserError("--branch-decay-from already determines the initial weights: leave out --init")
+    if args.steps is not None and experiment.mst.like is not None:
+        raise UserError(
+            f"the length of method dense-short is determined by the FLOPs of {experiment.mst.like}: leave out --steps"
+        )
+    if args.stop_at is not None and args.stop_at < 1:
+        raise UserError(f"--stop-at {args.stop_at}: give the number of a step, from 1")
+    if args.health is not None:
+        validate_folder("--health", args.health.parent)
+    command_of(args.on_event)
 
 
 def load_experiment(args: argparse.Namespace) -> Experiment:
