@@ -94,7 +94,7 @@ class Pair:
         from mst_scale.config.deepspeed import batch_shape
 
         check(experiment)
-        micro = asked or batch_shape(experiment.deepspeed, self.ranks.world_size)[1]
+        micro = asked or batch_shape(experiment.deepspeed, self.ranks.world_size).micro
         deepspeed = {k: v for k, v in experiment.deepspeed.items() if k not in MONITORS}
         deepspeed.update(
             train_micro_batch_size_per_gpu=micro,

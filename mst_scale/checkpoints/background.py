@@ -53,6 +53,14 @@ class _Pending(NamedTuple):
     draft: Path | None = None
     kept: str | None = None
 
+    def __str__(self) -> str:
+        return f"the {'checkpoint' if self.kept is None else 'copy in memory'} of step {self.step}"
+
+
+def _failures(outcomes: list[str | None]) -> list[tuple[int, str]]:
+    """Return the ranks on which a save has failed, with the reasons."""
+    return [(rank, error) for rank, error in enumerate(outcomes) if error not in (None, _BUSY)]
+
 
 @dataclass
 class KeptCopies:
@@ -187,44 +195,45 @@ class BackgroundSaves:
         Args:
             wait: whether to wait until it is written.
         """
-        if self._pending is None:
+        pending = self._pending
+        if pending is None or (outcomes := self._outcomes(pending, wait)) is None:
             return None
-        step, draft, kept = self._pending
-        what = "checkpoint" if kept is None else "copy in memory"
+        self._pending = None
+        failed = _failures(outcomes)
+        if failed and self._outcome == _BUSY:
+            self._end_process()
+            if failed[0][0] == self.ranks.rank:
+                logger.error("%s is given up: %s", pending, failed[0][1])
+        draft = pending.draft
+        if draft is None:
+            if not failed and self.copies is not None:
+                self.copies.newest = pending.kept
+            return None
+        if not failed:
+            self.failed = None
+            return Saved(pending.step, None)
+        rank, error = failed[0]
+        self.ranks.on_first(lambda: shutil.rmtree(draft, ignore_errors=True))
+        self.failed = Saved(pending.step, f"rank {rank}: {error}" if rank else error)
+        return self.failed
+
+    def _outcomes(self, pending: _Pending, wait: bool) -> list[str | None] | None:
+        """Return what became of a save on each rank, once that is known (collective); None if it is not over."""
         reported, began = False, time.monotonic()
         while True:
             outcome = self._look()
             if outcome == _BUSY and time.monotonic() - began > self.limit:
                 outcome = f"it was not written within {self.limit / 60:g} minutes"
-            outcomes = self.ranks.all(outcome)
-            failed = [(rank, error) for rank, error in enumerate(outcomes) if error not in (None, _BUSY)]
+            outcomes: list[str | None] = self.ranks.all(outcome)
             # a copy that one rank cannot keep in memory does not end the processes of the others
-            if (failed and kept is None) or _BUSY not in outcomes:
-                break
+            if (_failures(outcomes) and pending.kept is None) or _BUSY not in outcomes:
+                return outcomes
             if not wait:
                 return None
             if not reported:
-                logger.info("waiting until the %s of step %d is written", what, step)
+                logger.info("waiting until %s is written", pending)
                 reported = True
             time.sleep(POLL_SECONDS)
-        self._pending = None
-        if not failed:
-            if self.copies is not None and kept is not None:
-                self.copies.newest = kept
-            if kept is not None:
-                return None
-            self.failed = None
-            return Saved(step, None)
-        if self._outcome == _BUSY:
-            self._end_process()
-            if failed[0][0] == self.ranks.rank:
-                logger.error("the %s of step %d is given up: %s", what, step, failed[0][1])
-        if draft is None:
-            return None
-        rank, error = failed[0]
-        self.ranks.on_first(lambda: shutil.rmtree(draft, ignore_errors=True))
-        self.failed = Saved(step, f"rank {rank}: {error}" if rank else error)
-        return self.failed
 
     def wait_here(self) -> None:
         """Wait until this rank's part of a save is written, without the other ranks: the program ends."""

@@ -265,25 +265,36 @@ class Watch:
                     for peer in connected:
                         peer.heard = now
                 woke_at = now
-                for key, _ in ready:
-                    if key.data is None:
-                        self._note_signals(key.fileobj)
-                    elif any(self._hear(key.data, line) for line in key.data.lines()):
-                        selector.unregister(key.fileobj)
-                        connected.remove(key.data)
+                for peer in self._receive([key for key, _ in ready]):
+                    selector.unregister(peer.connection)
+                    connected.remove(peer)
                 if now - beat_at >= every:
                     beat_at = now
                     for peer in connected:
                         peer.send("alive")
-                for peer in connected:
-                    if now - peer.heard > self.silence:
-                        silent = f"has sent no heartbeat for {now - peer.heard:.0f} s: it is frozen or disconnected"
-                        self._lose(peer.who, silent)
+                self._lose_silent(connected, now)
                 if self.verdict_at is not None and now > self.verdict_at:
                     self._name_stuck_ranks(connected)
         if not self._joined():
             for peer in self.peers:
                 peer.send("bye")
+
+    def _receive(self, ready: list[selectors.SelectorKey]) -> list[Peer]:
+        """Handle the signals and messages that have come; return the peers of which no more messages come."""
+        ended = []
+        for key in ready:
+            if key.data is None:
+                self._note_signals(key.fileobj)
+            elif any(self._hear(key.data, line) for line in key.data.lines()):
+                ended.append(key.data)
+        return ended
+
+    def _lose_silent(self, peers: list[Peer], now: float) -> None:
+        """Give up the rank that has sent nothing for too long, if there is one."""
+        for peer in peers:
+            if now - peer.heard > self.silence:
+                silent = f"has sent no heartbeat for {now - peer.heard:.0f} s: it is frozen or disconnected"
+                self._lose(peer.who, silent)
 
     def _hear(self, peer: Peer, line: str) -> bool:
         """Handle one message; return whether it is the peer's last one."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 
 from mst_scale.errors import UserError, format_value
 from mst_scale.validation import MILLION, Field, StrictBool, StrictFloat, StrictInt, ZeroOr, block
@@ -210,11 +210,19 @@ def peak_learning_rate(deepspeed: Mapping[str, Any]) -> float:
     return float(rate)
 
 
-def batch_shape(deepspeed: Mapping[str, Any], world_size: int) -> tuple[int, int, int]:
-    """Divide the batch by DeepSpeed's rule.
+class BatchShape(NamedTuple):
+    """How an update's batch is divided."""
 
-    Returns:
-        Sequences per update, sequences per micro-batch of a rank, and micro-batches per update.
+    sequences: int
+    """Per update."""
+    micro: int
+    """Sequences per micro-batch of a rank."""
+    accumulation: int
+    """Micro-batches per rank and update."""
+
+
+def batch_shape(deepspeed: Mapping[str, Any], world_size: int) -> BatchShape:
+    """Divide the batch by DeepSpeed's rule.
 
     Raises:
         UserError: if the keys contradict each other or the batch cannot be divided.
@@ -225,28 +233,28 @@ def batch_shape(deepspeed: Mapping[str, Any], world_size: int) -> tuple[int, int
     if total is None:
         assert micro is not None
         accumulation = accumulation or 1
-        return micro * accumulation * world_size, micro, accumulation
+        return BatchShape(micro * accumulation * world_size, micro, accumulation)
     if micro is None:
         parts = world_size * (accumulation or 1)
         if total % parts:
             raise UserError(_uneven(total, f"{world_size} processes × {accumulation or 1} accumulation steps", parts))
-        return total, total // parts, accumulation or 1
+        return BatchShape(total, total // parts, accumulation or 1)
     if accumulation is None:
         if total % (micro * world_size):
             raise UserError(_uneven(total, f"{world_size} processes × {micro} per micro-batch", micro * world_size))
-        return total, micro, total // (micro * world_size)
+        return BatchShape(total, micro, total // (micro * world_size))
     if total != micro * accumulation * world_size:
         raise UserError(
             f"train_batch_size = {total}, but {micro} per micro-batch × {accumulation} accumulation steps × "
             f"{world_size} processes = {micro * accumulation * world_size}: leave gradient_accumulation_steps out"
         )
-    return total, micro, accumulation
+    return BatchShape(total, micro, accumulation)
 
 
 def global_batch(deepspeed: Mapping[str, Any], world_size: int) -> int:
     """Return the sequences per update; train_batch_size if it is set, even if these ranks cannot share it."""
     total = _stated_size(deepspeed, "train_batch_size")
-    return total if total is not None else batch_shape(deepspeed, world_size)[0]
+    return total if total is not None else batch_shape(deepspeed, world_size).sequences
 
 
 def largest_micro(total: int, micro: int, world_size: int) -> int:

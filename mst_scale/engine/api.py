@@ -6,7 +6,7 @@ import copy
 import inspect
 import weakref
 from argparse import Namespace
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -70,29 +70,73 @@ def initialize(
     Raises:
         UserError: The config has a mistake, or a setting with which sparse training would not be exact.
     """
-    if more:  # what DeepSpeed's order gives a name
+    if more:
         given = inspect.signature(_deepspeeds_own).bind(args, model, optimizer, model_parameters, *more).arguments
-        named = {key: value for key, value in given.items() if key not in FIRST}
-        stated = {key for key, value in (("config", config), ("config_params", config_params)) if value is not None}
-        if twice := sorted(named.keys() & (others.keys() | stated)):
-            raise TypeError(f"mst_scale.initialize got {twice[0]} both as a positional and as a keyword argument")
-        config, config_params = named.pop("config", config), named.pop("config_params", config_params)
-        others, more = {**named, **others}, ()
+        config, config_params, others = _merge(given, config, config_params, others)
+    source = _only_config(model, config, config_params, args)
+    assert model is not None
+    own_loop = not isinstance(source, Experiment)  # `pretrain` passes an Experiment
+    experiment, unread = _read_own_loop(source, others) if own_loop else (source, [])
+    notes = [*check_supported(experiment.deepspeed, experiment.mst), *unread]
+    _check_arguments(model, optimizer, experiment, others)
+    remove_products(model)  # of an earlier engine, whose masks are no longer followed
+    speak()
+    cut_sequences(model, others.get("mpu"))
+    if own_loop and (changes := overridden_in_recipe(source)):
+        logger.info("%s", changes)
+    if own_loop and (ineffective := describe_unread(source, blocks=("mst",))):
+        notes.append(ineffective)
+    for note in notes:
+        logger.warning("%s", note)
+    _prepare_process()
+    weights = _weights_of_whole(model, experiment, others)
+    parameters = model.parameters() if model_parameters is None else model_parameters
+    engine, made, loader, scheduler = _create_engine(
+        unlimited(experiment) if own_loop else experiment, _without_config(args), model, optimizer, parameters, **others
+    )
+    if own_loop:
+        experiment = with_durations(experiment, source, engine, weights)
+    training = _attach(engine, experiment, own_loop)
+    if own_loop and states(source, "training", "async_save") and experiment.training.async_save:
+        training.saves = save_in_background(engine)
+    if own_loop and experiment.training.reshape_on_load:
+        reshape_on_load(engine)
+    return engine, made, loader, scheduler
+
+
+def _merge(
+    positional: Mapping[str, Any], config: Any, config_params: Any, others: dict[str, Any]
+) -> tuple[Any, Any, dict[str, Any]]:
+    """Return the config, config_params and other arguments, of which some have come in DeepSpeed's order."""
+    named = {key: value for key, value in positional.items() if key not in FIRST}
+    stated = {key for key, value in (("config", config), ("config_params", config_params)) if value is not None}
+    if twice := sorted(named.keys() & (others.keys() | stated)):
+        raise TypeError(f"mst_scale.initialize got {twice[0]} both as a positional and as a keyword argument")
+    config, config_params = named.pop("config", config), named.pop("config_params", config_params)
+    return config, config_params, {**named, **others}
+
+
+def _only_config(model: torch.nn.Module | None, config: Any, config_params: Any, args: Namespace | None) -> Any:
+    """Return the one config that was given, in whatever argument."""
     of_args = getattr(args, "deepspeed_config", None)
     configs = [given for given in (config, config_params, of_args) if given is not None]
     if model is None or len(configs) != 1:
         what = "a model" if model is None else f"one config, not {len(configs) or 'none'}"
         raise UserError(f"mst_scale.initialize needs {what}: initialize(model=…, config=…), or args.deepspeed_config")
-    if args is not None and of_args is not None:  # DeepSpeed would read the file itself, our blocks and presets unseen
-        args = copy.copy(args)
-        args.deepspeed_config = None
-    source: Any = configs[0]
-    own_loop = not isinstance(source, Experiment)  # `pretrain` passes an Experiment
-    experiment: Experiment = load(source) if own_loop else source
-    unread = _check_own_loop(source, experiment, others) if own_loop else []
-    if own_loop:
-        experiment = replace(experiment, has_length=states(source, "training", "steps"))
-    notes = [*check_supported(experiment.deepspeed, experiment.mst), *unread]
+    return configs[0]
+
+
+def _without_config(args: Namespace | None) -> Namespace | None:
+    """Return args without the config: DeepSpeed would read the file itself, our blocks and presets unseen."""
+    if getattr(args, "deepspeed_config", None) is None:
+        return args
+    args = copy.copy(args)
+    args.deepspeed_config = None  # type: ignore[union-attr]
+    return args
+
+
+def _check_arguments(model: torch.nn.Module, optimizer: Any, experiment: Experiment, others: dict[str, Any]) -> None:
+    """Reject a model, an optimizer or other arguments that this config cannot train with."""
     zero_shards.check_precision(precision_of(experiment.deepspeed))
     _reject_unread_sizes(model, experiment, others)
     if isinstance(model, deepspeed.PipelineModule):
@@ -108,34 +152,40 @@ def initialize(
         raise UserError('there is no optimizer: add "optimizer" to the config, or pass one to mst_scale.initialize')
     if zero_shards.has_engine(optimizer):
         raise UserError("an earlier engine has this optimizer, and masks what it updates: create one for each engine")
-    remove_products(model)  # of an earlier engine, whose masks are no longer followed
-    speak()
-    cut_sequences(model, others.get("mpu"))
-    if own_loop and (changes := overridden_in_recipe(source)):
-        logger.info("%s", changes)
-    if own_loop and (ineffective := describe_unread(source, blocks=("mst",))):
-        notes.append(ineffective)
-    for note in notes:
-        logger.warning("%s", note)
+
+
+def _prepare_process() -> None:
+    """Prepare what all engines of this process share, before DeepSpeed starts."""
     zero_shards.hasten()
     zero_shards.use_readable_architectures()
     if not torch.distributed.is_initialized() and not under_mpi():
         complete_environment()  # a free port for a script that no launcher started: DeepSpeed would always take 29500
     own_loops.prepare()
-    parameters = model.parameters() if model_parameters is None else model_parameters
-    sizes = sizes_of(experiment.deepspeed)
-    cut = sizes.tensor > 1 and others.get("mpu") is not None  # AutoTP cuts later
-    weights = whole_size(model, is_part=cut or isinstance(model, deepspeed.PipelineModule))
+
+
+def _weights_of_whole(model: torch.nn.Module, experiment: Experiment, others: dict[str, Any]) -> int | None:
+    """Return the number of parameters of the whole model, or None if `model` is a part of it."""
+    cut = sizes_of(experiment.deepspeed).tensor > 1 and others.get("mpu") is not None  # AutoTP cuts later
+    return whole_size(model, is_part=cut or isinstance(model, deepspeed.PipelineModule))
+
+
+def _create_engine(
+    experiment: Experiment, args: Namespace | None, model: torch.nn.Module, optimizer: Any, parameters: Parameters,
+    **others: Any,
+) -> tuple[Any, Any, Any, Any]:  # fmt: skip
+    """Let DeepSpeed create its engine, with compact parameters where the experiment asks for them."""
     if others.get("mpu") is None and not isinstance(model, deepspeed.PipelineModule):
         zero_shards.forget_mpu()
-    described = unlimited(experiment) if own_loop else experiment
-    parameters = make_compact(model, described, optimizer, parameters, others)
-    with announced(), zero_shards.asserted_of_cutting(model, sizes.tensor):
-        engine, made, loader, scheduler = _deepspeeds_own(
+    parameters = make_compact(model, experiment, optimizer, parameters, others)
+    with announced(), zero_shards.asserted_of_cutting(model, sizes_of(experiment.deepspeed).tensor):
+        created: tuple[Any, Any, Any, Any] = _deepspeeds_own(
             args, model, optimizer, parameters, config=experiment.deepspeed, **others
         )
-    if own_loop:
-        experiment = with_durations(experiment, source, engine, weights)
+    return created
+
+
+def _attach(engine: Any, experiment: Experiment, own_loop: bool) -> SparseTraining:
+    """Let DeepSpeed's engine train sparsely, as `engine.mst`."""
     training = SparseTraining(engine, experiment, own_loop)
     public: MST = training
     engine.mst = public
@@ -143,11 +193,7 @@ def initialize(
     latest, steps = weakref.ref(training), experiment.training.steps
     own_loops.watch(lambda: (engine := latest()) is None or engine.step >= steps)
     training.begin()
-    if own_loop and states(source, "training", "async_save") and experiment.training.async_save:
-        training.saves = save_in_background(engine)
-    if own_loop and experiment.training.reshape_on_load:
-        reshape_on_load(engine)
-    return engine, made, loader, scheduler
+    return training
 
 
 def _reject_unread_sizes(model: torch.nn.Module, experiment: Experiment, others: dict[str, Any]) -> None:
@@ -178,15 +224,20 @@ def _reject_unread_sizes(model: torch.nn.Module, experiment: Experiment, others:
         )
 
 
-def _check_own_loop(config: dict[str, Any] | str | Path, experiment: Experiment, others: dict[str, Any]) -> list[str]:
-    """Reject what only `mst_scale.pretrain` can do or know; return a note on keys that only it reads.
+def _read_own_loop(config: dict[str, Any] | str | Path, others: dict[str, Any]) -> tuple[Experiment, list[str]]:
+    """Read the config of a training loop that is the user's, and reject what only `mst_scale.pretrain` can do or know.
+
+    Returns:
+        The experiment, and a note on keys that only `pretrain` reads.
 
     Raises:
         UserError: if phases are fractions of a run whose length only the user knows; if only `pretrain` can do what
             the method does; if there are two schedules of the learning rate.
     """
+    experiment = load(config)
+    has_length = states(config, "training", "steps")
     _check_method(experiment.mst)
-    if experiment.mst.depends_on_length and not states(config, "training", "steps"):
+    if experiment.mst.depends_on_length and not has_length:
         raise UserError(
             "training.steps is missing, and the phases of sparsity are fractions of the run: add "
             '"training": {"steps": N}, the number of optimizer steps, to the config'
@@ -194,7 +245,7 @@ def _check_own_loop(config: dict[str, Any] | str | Path, experiment: Experiment,
     if said := experiment.describe_skipped_ramp():
         logger.info("%s", said)
     last = experiment.schedule.at(experiment.training.steps - 1)
-    if not states(config, "training", "steps") and last.sparsity > 0 and last.update_fraction > 0:
+    if not has_length and last.sparsity > 0 and last.update_fraction > 0:
         logger.warning(
             "training.steps is not set, so masks stop moving at step %d: set it to the length of the run",
             experiment.training.steps,
@@ -209,11 +260,13 @@ def _check_own_loop(config: dict[str, Any] | str | Path, experiment: Experiment,
         )
     of_recipe = RECIPES.get(str(blocks.get("recipe")), {}).get("training", {})
     unread += [key for key in of_recipe if key not in unread]
+    experiment = replace(experiment, has_length=has_length)
     if not unread:
-        return []
+        return experiment, []
     names = ", ".join(f"training.{key}" for key in unread)
     rate = "; your loop sets the learning rate (docs/own_loop.md)" if "lr_schedule" in unread else ""
-    return [f"{names}: no effect in your own training loop, because only mst_scale.pretrain reads them{rate}"]
+    note = f"{names}: no effect in your own training loop, because only mst_scale.pretrain reads them{rate}"
+    return experiment, [note]
 
 
 def _check_method(mst: MSTConfig) -> None:

@@ -17,7 +17,7 @@ from mst_scale.config.changes import differences, differing, result_keys
 from mst_scale.config.renamed import recorded
 from mst_scale.engine.component import Component
 
-# How long a run is: what would not be the same run up to here is rejected (`mask_files`, `pretrain.schedules`).
+# How long a run is: what would not be the same run up to here is rejected (`mask_files`, `pretrain.extending`).
 LENGTH = ("training.steps", "training.warmup", "training.decay")
 
 

@@ -88,6 +88,11 @@ def stretches(experiment: Experiment, *, dense_head: bool = False) -> Iterator[S
             yield Stretch(start, stop, segment.phase, segment.sparsity, attention.pattern_at(start), density, gradient)
 
 
+def stretches_by_phase(experiment: Experiment) -> list[list[Stretch]]:
+    """Return the stretches of each phase, in order."""
+    return [list(inside) for _, inside in groupby(stretches(experiment), lambda stretch: stretch.phase)]
+
+
 def densities(experiment: Experiment, sparse: Sequence[Matrix], sparsity: float) -> dict[str, float]:
     """Return the fraction of active weights of each of these matrices, given the sparsity of all together."""
     if experiment.mst.topology.granularity == "channel":

@@ -86,43 +86,38 @@ def _trained(
     experiment: Experiment | None, run: Path | None, exported: dict[str, Any], pattern: Pattern
 ) -> list[tuple[str, str]]:
     """Return the rows that do not depend on the architecture."""
-    table: list[tuple[str, str]] = []
-    step = exported["step"]
-    last: dict[str, Any] = {}
-    validated: dict[str, Any] = {}
-    if run is not None and (run / "metrics.jsonl").is_file():
-        for row in read(run / "metrics.jsonl"):
-            if step is None or row["step"] <= step:
-                last, validated = row, row if row.get("val_loss") is not None else validated
-    if step is not None:
-        of = "" if experiment is None else f" of {experiment.training.steps:,}"
-        table.append(("steps", f"{step:,}{of}"))
-    if last:
-        table.append(("tokens", f"{last['tokens']:,}"))
-    if pattern.kind != "dense":
-        trained = f"{pattern.kind}, stride {pattern.stride}"
-        table.append(("attention", f"trained {trained}; dense in transformers, which increases the loss"))
-    if last.get("loss") is not None:
-        table.append(("training loss", f"{last['loss']:.4f}"))
-    if validated:
-        table.append(("validation loss", f"{validated['val_loss']:.4f} (step {validated['step']:,})"))
-    if last.get("flops"):
-        spent, dense = last["flops"], last["flops_dense"]
-        grown = f"including those before its first step; the same number of dense steps takes {dense:.3g}"
-        fewer = (
-            grown if experiment is not None and experiment.mst.growth else f"{dense / spent:.2f} times fewer than dense"
-        )
-        table.append(("FLOPs", f"{spent:.3g}, {fewer}"))
-    if exported["matrices"]:
-        zeros = (
-            f"{exported['zeros'] / exported['matrices']:.2%} of the {exported['matrices']:,} weights that may be sparse"
-        )
-        table.append(("zeros", zeros))
-    if exported.get("dead_units"):
-        table.append(("units that no gradient reaches (weights of zero)", exported["dead_units"]))
-    if exported.get("pruned"):
-        table.append(("pruned after training", exported["pruned"]))
-    if exported.get("losses"):
-        before, after = exported["losses"]["before"], exported["losses"]["after"]
-        table.append(("validation loss before and after pruning", f"{before:.4f}, {after:.4f}"))
-    return table
+    step, matrices, losses = exported["step"], exported["matrices"], exported.get("losses")
+    last, validated = ({}, {}) if run is None else _last_rows(run / "metrics.jsonl", step)
+    of = "" if experiment is None else f" of {experiment.training.steps:,}"
+    rows = {
+        "steps": None if step is None else f"{step:,}{of}",
+        "tokens": f"{last['tokens']:,}" if last else None,
+        "attention": None if pattern.kind == "dense" else (
+            f"trained {pattern.kind}, stride {pattern.stride}; dense in transformers, which increases the loss"
+        ),
+        "training loss": None if last.get("loss") is None else f"{last['loss']:.4f}",
+        "validation loss": f"{validated['val_loss']:.4f} (step {validated['step']:,})" if validated else None,
+        "FLOPs": _flops(experiment, last) if last.get("flops") else None,
+        "zeros": f"{exported['zeros'] / matrices:.2%} of the {matrices:,} weights that may be sparse" if matrices
+        else None,
+        "units that no gradient reaches (weights of zero)": exported.get("dead_units"),
+        "pruned after training": exported.get("pruned"),
+        "validation loss before and after pruning": f"{losses['before']:.4f}, {losses['after']:.4f}" if losses
+        else None,
+    }  # fmt: skip
+    return [(name, value) for name, value in rows.items() if value]
+
+
+def _last_rows(metrics: Path, step: int | None) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the last row of the metrics up to a step, or of all, and the last of these with a validation loss."""
+    rows = [row for row in read(metrics) if step is None or row["step"] <= step] if metrics.is_file() else []
+    validated = [row for row in rows if row.get("val_loss") is not None]
+    return rows[-1] if rows else {}, validated[-1] if validated else {}
+
+
+def _flops(experiment: Experiment | None, row: dict[str, Any]) -> str:
+    """Describe the FLOPs up to a row of the metrics, compared with those of as many dense steps."""
+    spent, dense = row["flops"], row["flops_dense"]
+    if experiment is not None and experiment.mst.growth:
+        return f"{spent:.3g}, including those before its first step; the same number of dense steps takes {dense:.3g}"
+    return f"{spent:.3g}, {dense / spent:.2f} times fewer than dense"

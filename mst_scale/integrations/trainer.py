@@ -21,9 +21,9 @@ from transformers import TrainerCallback
 
 from mst_scale.checkpoints import finding
 from mst_scale.comm import Damaged, SharedMistake, logger
-from mst_scale.run_logging.progress import flops_unit
 from mst_scale.run_logging.record import Row
 from mst_scale.sparsity_variation import PHASES
+from mst_scale.units import flops_unit
 
 if TYPE_CHECKING:
     from mst_scale.integrations.integrate import Integration

@@ -12,8 +12,9 @@ import re
 import shlex
 from argparse import Namespace
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from mst_scale.comm.messages import quiet
 from mst_scale.comm.parser import validate_new_folder
@@ -58,7 +59,7 @@ def read_options(
             such config.
         SystemExit: Help was asked for.
     """
-    values: dict[str, object] = {**numbers, **texts, **{name: [] for name in lists}, **dict.fromkeys(flags, False)}
+    values: dict[str, Any] = {**numbers, **texts, **{name: [] for name in lists}, **dict.fromkeys(flags, False)}
     rest = list(words)
     while rest and rest[0].startswith("-"):
         name, equals, value = rest.pop(0).partition("=")
@@ -75,30 +76,37 @@ def read_options(
         if not value:
             raise UserError(f"{name} needs a value: see --help")
         if name in numbers:
-            if name in COUNTS and re.fullmatch("-[0-9]+", value):
-                raise UserError(f"{name} must be at least 1, not {value}")
-            if not (value.isascii() and value.isdigit()):
-                raise UserError(f"{name} must be a number, not '{value}'")
-            if name in PORTS and not 1 <= int(value) <= 65535:
-                raise UserError(f"{name} must be a port from 1 to 65535, not {value}")
-            if int(value) == 0 and name in COUNTS:
-                raise UserError(f"{name} must be at least 1, not {value}")
-            values[name] = int(value)
+            values[name] = _number(name, value)
         elif name in texts:
             values[name] = value
         else:
-            values[name] = [*values[name], value]  # type: ignore[misc]
+            values[name].append(value)
     if not rest or not rest[0]:
         raise UserError("no config was given: pass a file, or the name of a ready-made config such as demo; see --help")
     config, *arguments = rest
+    _check_after_options(config, arguments, values.keys())
+    return Namespace(**{name.lstrip("-").replace("-", "_"): value for name, value in values.items()}), config, arguments
+
+
+def _number(name: str, value: str) -> int:
+    """Return the value of an option that takes a number."""
+    if name in COUNTS and re.fullmatch("-[0-9]+|0+", value):
+        raise UserError(f"{name} must be at least 1, not {value}")
+    if not (value.isascii() and value.isdigit()):
+        raise UserError(f"{name} must be a number, not '{value}'")
+    if name in PORTS and not 1 <= int(value) <= 65535:
+        raise UserError(f"{name} must be a port from 1 to 65535, not {value}")
+    return int(value)
+
+
+def _check_after_options(config: str, arguments: Sequence[str], options: Collection[str]) -> None:
+    """Reject a config that does not exist, and options of the launcher among the arguments of pretrain."""
     if not os.path.isfile(config) and config not in ready_configs():
         raise UserError(describe_missing(config))
     for word in arguments:
         name = word.partition("=")[0]
-        if name in values and name not in OF_PRETRAIN_TOO:
+        if name in options and name not in OF_PRETRAIN_TOO:
             raise UserError(f"{name} is an option of the launcher: write it before CONFIG")
-    options = {name.lstrip("-").replace("-", "_"): value for name, value in values.items()}
-    return Namespace(**options), config, arguments
 
 
 def seconds_in(variable: str, usual: float) -> float:

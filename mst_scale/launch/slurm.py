@@ -37,6 +37,7 @@ import os
 import re
 import shutil
 import subprocess
+from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
@@ -66,6 +67,43 @@ def main(words: list[str]) -> int:
         lists=["--sbatch"],
         flags=["--doctor", "--dry-run"],
     )  # fmt: skip
+    _check_options(options, arguments)
+    if options.ranks_per_node is None:
+        options.ranks_per_node = options.gpus_per_node
+    if options.ranks_per_node == 0:
+        raise UserError("the number of ranks per node is missing: give --ranks-per-node N")
+    check_run(config, [("each node", options.ranks_per_node)], arguments)
+    shares = [Share((), options.nodes or 1)]
+    if options.elastic is not None:
+        arguments = [FLAG, *arguments]
+        numbers = allowed(options.elastic, read_run(config, arguments)[0], options.ranks_per_node).numbers
+        shares = [Share((), numbers[-1], least_nodes=numbers[0])]
+    elif options.nodes_by_phase is not None:
+        shares = shares_of(options.nodes_by_phase, config, arguments)
+    if not options.dry_run and shutil.which("sbatch") is None:
+        raise UserError("sbatch was not found: run this on the cluster's login node, or use mst launch hostfile")
+    for name in (slurm_job.ELASTIC, slurm_job.DOCTOR):  # sbatch would hand on those of this shell
+        os.environ.pop(name, None)
+    variables = _variables(options)
+    os.environ.update(variables)
+    before = None
+    for share in shares:
+        job_arguments = [*arguments, *share.end()]
+        command = ["sbatch", *share.place(before), *_sbatch_options(options), *_job(options), config, *job_arguments]
+        if options.dry_run:
+            print(quoted(command, variables))
+            step = slurm_job.Step(options.starter, share.nodes, options.ranks_per_node, _cpus_per_task(options))
+            slurm_job.show(step, config, job_arguments)
+            before = "JOB-BEFORE"
+        elif len(shares) == 1:
+            os.execvp("sbatch", command)
+        else:
+            before = _submitted(command, share)
+    return 0
+
+
+def _check_options(options: Namespace, arguments: Sequence[str]) -> None:
+    """Reject options that have no meaning, or none together."""
     limit = None if options.time is None else _seconds(options.time)
     if limit is not None and options.grace >= limit:
         raise UserError(
@@ -74,25 +112,39 @@ def main(words: list[str]) -> int:
         )
     if options.starter not in ("srun", "deepspeed"):
         raise UserError(f"--starter {options.starter}: choose srun or deepspeed")
-    ranks, cpus = options.ranks_per_node, options.cpus_per_rank
-    ranks = options.gpus_per_node if ranks is None else ranks
-    if ranks == 0:
-        raise UserError("the number of ranks per node is missing: give --ranks-per-node N")
-    check_run(config, [("each node", ranks)], arguments)
-    nodes, numbers = str(options.nodes or 1), None
     if options.elastic is not None:
         for name, value in (("--nodes", options.nodes), ("--nodes-by-phase", options.nodes_by_phase)):
             if value is not None:
                 raise UserError(f"{name} {value} states the number of nodes, and {FLAG} a range: leave one of them out")
-        arguments = [FLAG, *arguments]
-        numbers = allowed(options.elastic, read_run(config, arguments)[0], ranks).numbers
-        nodes = f"{numbers[0]}-{numbers[-1]}"
+    if options.nodes_by_phase is not None:
+        if options.nodes is not None:
+            raise UserError(f"--nodes {options.nodes} has no effect with --nodes-by-phase: leave one of them out")
+        of_pretrain = {word.partition("=")[0] for word in arguments}
+        if "--stop-at" in of_pretrain:
+            raise UserError("--stop-at cannot be combined with --nodes-by-phase, which sets it for each job")
+        if "--resume" in of_pretrain:
+            raise UserError("--resume cannot be combined with --nodes-by-phase: each job continues from the one before")
 
-    tasks = ranks
-    if options.starter == "deepspeed":
-        tasks, cpus = 1, cpus and cpus * ranks
+
+def _variables(options: Namespace) -> dict[str, str]:
+    """Return the variables that the job gets in addition to those of this shell."""
+    variables = {}
+    if options.gpus_per_node == 0:
+        threads = os.environ.get("OMP_NUM_THREADS") or str(options.cpus_per_rank or 1)
+        variables = {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": threads}
+    if options.doctor:
+        variables[slurm_job.DOCTOR] = "1"
+    if options.elastic is not None:
+        variables[slurm_job.ELASTIC] = options.elastic
+    return variables
+
+
+def _sbatch_options(options: Namespace) -> list[str]:
+    """Return the options of sbatch that all jobs of a run have in common."""
+    tasks = options.ranks_per_node if options.starter == "srun" else 1
+    cpus = _cpus_per_task(options)
     # with tasks per node, Slurm would give a range of nodes no more than its minimum
-    submit = [f"--ntasks-per-node={tasks}" if numbers is None else f"--mincpus={tasks * (cpus or 1)}"]
+    submit = [f"--ntasks-per-node={tasks}" if options.elastic is None else f"--mincpus={tasks * (cpus or 1)}"]
     submit += [f"--cpus-per-task={cpus}"] if cpus else []
     # B: only the job's shell gets the warning, and hands it on; it must live to requeue the job.
     submit += ["--requeue", "--open-mode=append", f"--output={options.log}", f"--signal=B:USR1@{options.grace}"]
@@ -100,49 +152,23 @@ def main(words: list[str]) -> int:
         if (value := getattr(options, name)) is not None:
             submit.append(f"--{name.replace('_', '-')}={value}")
     submit += options.sbatch
-    exported = {}
-    for name in (slurm_job.ELASTIC, "MST_DOCTOR"):  # sbatch would hand on those of this shell
-        os.environ.pop(name, None)
     if options.gpus_per_node > 0:
         submit.append(f"--gpus-per-node={options.gpus_per_node}")
-    else:
-        threads = os.environ.get("OMP_NUM_THREADS") or str(options.cpus_per_rank or 1)
-        exported = {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": threads}
-    if options.doctor:
-        exported["MST_DOCTOR"] = "1"
-    if numbers is not None:
+    if options.elastic is not None:
         submit.append("--no-kill")
-        exported[slurm_job.ELASTIC] = options.elastic
-    os.environ.update(exported)
-    words = [str(SCRIPTS / "slurm_job.sh"), str(ROOT), options.starter, str(ranks)]
-    words += [str(options.restarts), str(options.requeues), config, *arguments]
-    if options.nodes_by_phase is not None:
-        if options.nodes is not None:
-            raise UserError(f"--nodes {options.nodes} has no effect with --nodes-by-phase: leave one of them out")
-        if any(word.partition("=")[0] == "--stop-at" for word in arguments):
-            raise UserError("--stop-at cannot be combined with --nodes-by-phase, which sets it for each job")
-        if any(word.partition("=")[0] == "--resume" for word in arguments):
-            raise UserError("--resume cannot be combined with --nodes-by-phase: each job continues from the one before")
-        shares = shares_of(options.nodes_by_phase, config, arguments)
-    else:
-        shares = [Share((), options.nodes or 1, None)]
-    if not options.dry_run and shutil.which("sbatch") is None:
-        raise UserError("sbatch was not found: run this on the cluster's login node, or use mst launch hostfile")
-    before = None
-    for share in shares:
-        stop = [] if share.stop_at is None else ["--stop-at", str(share.stop_at)]
-        after: list[str] = [] if before is None else [f"--dependency=afterok:{before}", "--kill-on-invalid-dep=yes"]
-        command = ["sbatch", f"--nodes={nodes if numbers else share.nodes}", *after, *submit, *words, *stop]
-        if options.dry_run:
-            print(quoted(command, exported))
-            step = slurm_job.Step(options.starter, numbers[-1] if numbers else share.nodes, ranks, cpus)
-            slurm_job.show(step, config, [*arguments, *stop])
-            before = "JOB-BEFORE"
-        elif len(shares) == 1:
-            os.execvp("sbatch", command)
-        else:
-            before = _submitted(command, share)
-    return 0
+    return submit
+
+
+def _cpus_per_task(options: Namespace) -> int | None:
+    """Return the cores of a task, which is a rank or, with DeepSpeed's launcher, all ranks of a node."""
+    cpus: int | None = options.cpus_per_rank
+    return cpus if options.starter == "srun" or cpus is None else cpus * int(options.ranks_per_node)
+
+
+def _job(options: Namespace) -> list[str]:
+    """Return the script that sbatch submits, with its arguments in front of CONFIG."""
+    numbers = (options.ranks_per_node, options.restarts, options.requeues)
+    return [str(SCRIPTS / "slurm_job.sh"), str(ROOT), options.starter, *map(str, numbers)]
 
 
 def _seconds(time: str) -> int | None:
@@ -174,8 +200,19 @@ class Share:
 
     phases: tuple[str, ...]
     nodes: int
-    stop_at: int | None
+    stop_at: int | None = None
     """The step after which the job ends; None for the last one."""
+    least_nodes: int | None = None
+    """Set if Slurm may start the job with fewer nodes."""
+
+    def place(self, before: str | None) -> list[str]:
+        """Return the options of sbatch for the nodes, and for starting after the job `before`."""
+        nodes = f"--nodes={self.nodes}" if self.least_nodes is None else f"--nodes={self.least_nodes}-{self.nodes}"
+        return [nodes] if before is None else [nodes, f"--dependency=afterok:{before}", "--kill-on-invalid-dep=yes"]
+
+    def end(self) -> list[str]:
+        """Return the arguments of `mst_scale.pretrain` that end the job."""
+        return [] if self.stop_at is None else ["--stop-at", str(self.stop_at)]
 
 
 def shares_of(text: str, config: str, arguments: Sequence[str]) -> list[Share]:

@@ -28,6 +28,7 @@ from mst_scale.launch.supervisor import NOT_BEGUN, Reports, Supervisor, output_o
 
 PORT_OF_DOCTOR = 15  # in addition to those of up to 15 starts of a job
 ELASTIC = "MST_ELASTIC"  # the variable with MIN:MAX
+DOCTOR = "MST_DOCTOR"  # the variable that asks for the doctor's step
 PROBE_SECONDS = "10"
 STUCK_SECONDS = 15.0  # after a rank was lost, in which the others end
 TOO_FEW_NODES = 126  # a code after which the job is queued again instead of starting the run once more
@@ -75,7 +76,7 @@ def show(step: Step, config: str, arguments: list[str]) -> None:
 
 def _steps(step: Step, config: str, arguments: list[str]) -> list[list[str]]:
     """Return the doctor's step, where it was asked for, and the run's."""
-    doctor = [step.command("mst_scale", "doctor", "--full")] if os.environ.get("MST_DOCTOR") else []
+    doctor = [step.command("mst_scale", "doctor", "--full")] if os.environ.get(DOCTOR) else []
     return [*doctor, step.command("mst_scale.pretrain", "--deepspeed_config", config, *arguments)]
 
 
@@ -227,17 +228,22 @@ def main(words: list[str]) -> int:
         return TOO_FEW_NODES if now is None else job.run(now, _steps(now, config, arguments)[-1], number)
 
     *doctor, _ = _steps(step, config, arguments)
-    code = 0
-    if doctor:
-        code = job.run(step, doctor[0], PORT_OF_DOCTOR)
-        if "unfit" in job.reports and not supervisor.asked_to_stop():
-            say(f"mst doctor found problems, so this job ends before its run starts ({job.node_list})")
-            return 1
+    code = job.run(step, doctor[0], PORT_OF_DOCTOR) if doctor else 0
+    if doctor and "unfit" in job.reports and not supervisor.asked_to_stop():
+        say(f"mst doctor found problems, so this job ends before its run starts ({job.node_list})")
+        return 1
     if supervisor.asked_to_stop():
         code = code or NOT_BEGUN
     elif code == 0:
         code = keep_running(supervisor, start, config, arguments, int(restarts))
-    saved = "stopped" in job.reports
+    return _end(job, scratch, code, arguments, int(requeues))
+
+
+def _end(
+    job: Job, scratch: tempfile.TemporaryDirectory[str], code: int, arguments: Sequence[str], requeues: int
+) -> int:
+    """Queue the job again if its run is to continue, or return the exit code of the job."""
+    supervisor, saved = job.supervisor, "stopped" in job.reports
     if supervisor.asked_to_stop() and supervisor.stopping != signal.SIGUSR1:  # this process itself was asked to stop
         say("the job was asked to stop for good; the same command continues its run")
         pauses = any(word.partition("=")[0] == "--stop-at" for word in arguments)
@@ -246,7 +252,7 @@ def main(words: list[str]) -> int:
     elif saved and code not in (2, 3):
         say("the job was asked to stop; its run continues in the next job")
         return job.requeue(scratch, code)
-    elif code not in (0, 2, 3) and job.failures < int(requeues):
+    elif code not in (0, 2, 3) and job.failures < requeues:
         why = "was asked to stop before it had saved" if supervisor.stopping else "failed"
         say(f"the run {why} on these nodes ({job.node_list}); it is queued again")
         return job.requeue_failed(scratch, code)

@@ -80,38 +80,51 @@ class Supervisor:
         """
         if self.asked_to_stop():
             return NOT_BEGUN
-        environment = {**os.environ, **(variables or {})}
         again = seconds_in("MST_ASK_AGAIN", 10)
-        worst, asked, ask_at, leaves, stops = 0, False, None, False, False
-        try:
-            for command in commands:
-                child = spawn(command, environment, own_session, ignored)
-                self._children[child.pid] = child
-        except OSError as error:
-            say(f"{command[0]} cannot be started: {error.strerror}")
-            worst = 127 if isinstance(error, FileNotFoundError) else 126
+        worst = self._start(commands, {**os.environ, **(variables or {})}, own_session, ignored)
+        heard, asked, ask_at = self.stopping, False, None
         while self._children:
             now = time.monotonic()
-            if leave is not None and not leaves and leave():
-                leaves, ask_at = True, now
-            if self.stopping is not None and not stops:
-                stops, ask_at = True, now
+            if leave is not None and leave():
+                leave, ask_at = None, now
+            if self.stopping is not heard:
+                heard, ask_at = self.stopping, now
             if ask_at is not None and now >= ask_at:
                 self._ask(list(self._children), asked)
                 asked, ask_at = True, now + again
-            seconds = None if ask_at is None else max(0.0, ask_at - time.monotonic())
-            if leave is not None and not leaves:
-                seconds = LOOK_EVERY if seconds is None else min(seconds, LOOK_EVERY)
-            self._wait(seconds)
-            for pid, child in list(self._children.items()):
-                if child.poll() is not None:
-                    del self._children[pid]
-                    code = child.returncode if child.returncode >= 0 else 128 - child.returncode
-                    if code and (worst == 0 or code in (2, 3, 4)):
-                        worst = code
-                    if code and patience is not None and ask_at is None:
-                        ask_at = time.monotonic() + patience
+            waits = [] if ask_at is None else [max(0.0, ask_at - time.monotonic())]
+            waits += [] if leave is None else [LOOK_EVERY]
+            self._wait(min(waits, default=None))
+            for code in filter(None, self._take_ended()):
+                if worst == 0 or code in (2, 3, 4):
+                    worst = code
+                if patience is not None and ask_at is None:
+                    ask_at = time.monotonic() + patience
         return worst
+
+    def _start(
+        self,
+        commands: Sequence[Sequence[str]],
+        environment: Mapping[str, str],
+        own_session: bool,
+        ignored: tuple[signal.Signals, ...],
+    ) -> int:
+        """Start the children up to the first that cannot be started, and return its exit code in a shell, or 0."""
+        for command in commands:
+            try:
+                child = spawn(command, environment, own_session, ignored)
+            except OSError as error:
+                say(f"{command[0]} cannot be started: {error.strerror}")
+                return 127 if isinstance(error, FileNotFoundError) else 126
+            self._children[child.pid] = child
+        return 0
+
+    def _take_ended(self) -> list[int]:
+        """Forget the children that have ended, and return their exit codes as a shell gives them."""
+        ended = [child for child in self._children.values() if child.poll() is not None]
+        for child in ended:
+            del self._children[child.pid]
+        return [child.returncode if child.returncode >= 0 else 128 - child.returncode for child in ended]
 
     def pause(self, seconds: float) -> None:
         """Wait, but not after a signal to stop."""

@@ -53,43 +53,55 @@ def main(words: list[str]) -> int:
     launcher = getattr(options, "with").removesuffix(".sh")
     if launcher not in LAUNCHERS:
         raise UserError(f"--with {launcher}: choose local, hostfile, mpi or slurm")
-    if not re.fullmatch("[a-z-]+(,[a-z-]+)*", options.methods):
+    if not all(options.methods.split(",")):
         raise UserError(f"--methods {options.methods}: separate the names with commas")
     if not re.fullmatch("[0-9]+(,[0-9]+)*", options.seeds):
         raise UserError(f"--seeds {options.seeds}: separate the numbers with commas")
     methods, seeds, out = options.methods.split(","), options.seeds.split(","), Path(options.out)
-    for method in [] if options.table else methods:
+    if options.table:
+        _print_table(out, methods, seeds)
+        return 0
+    for method in methods:
         check_config(config, [*arguments, "--method", method])
-
-    def words_of(method: str, seed: str, folder: Path) -> list[str]:
-        return [config, *arguments, "--method", method, "--set", f"training.seed={seed}", "--out", str(folder)]
-
-    def command(method: str, seed: str, folder: Path) -> list[str]:
-        chosen = ["--dry-run"] if options.dry_run else []
-        words = words_of(method, seed, folder)
-        return [sys.executable, "-m", "mst_scale.launch", launcher, *chosen, *options.with_option, *words]
-
-    runs = [(method, seed, out / f"{method}-{seed}") for seed in seeds for method in methods]
+    runs = {  # folder -> CONFIG and the arguments of mst_scale.pretrain
+        (folder := out / f"{method}-{seed}"): [
+            config, *arguments, "--method", method, "--set", f"training.seed={seed}", "--out", str(folder)
+        ]
+        for seed in seeds for method in methods
+    }  # fmt: skip
+    start = [sys.executable, "-m", "mst_scale.launch", launcher]
     if options.dry_run:
-        codes = (subprocess.run(command(*run), check=False).returncode for run in runs)
-        return next((code for code in codes if code), 0)
-    supervisor = Supervisor(forward(signal.SIGTERM))  # the launcher below lets its run save
-    failures = 0
-    for method, seed, folder in [] if options.table else runs:
-        if supervisor.asked_to_stop():
-            break
-        if _is_finished(folder, words_of(method, seed, folder)):
-            print(f"{folder} is finished", flush=True)
-            continue
-        print(folder, flush=True)
-        if supervisor.run(command(method, seed, folder)) and not supervisor.asked_to_stop():
-            failures += 1
-    if supervisor.stopping:
-        print("the sweep was asked to stop: the same command continues")
+        commands = [[*start, "--dry-run", *options.with_option, *words] for words in runs.values()]
+        codes = (subprocess.run(command, check=False).returncode for command in commands)
+        return next(filter(None, codes), 0)
+    failures = _train(runs, [*start, *options.with_option])
     _print_table(out, methods, seeds)
     if failures:
         say(f"{failures} runs failed: the same command tries them again")
     return int(failures > 0)
+
+
+def _train(runs: dict[Path, list[str]], start: list[str]) -> int:
+    """Train the runs that are not finished, until this process is asked to stop; return how many have failed.
+
+    Args:
+        runs: The words of each run, by its folder.
+        start: The command that trains a run with these words.
+    """
+    supervisor = Supervisor(forward(signal.SIGTERM))  # the launcher below lets its run save
+    failures = 0
+    for folder, words in runs.items():
+        if supervisor.asked_to_stop():
+            break
+        if _is_finished(folder, words):
+            print(f"{folder} is finished", flush=True)
+            continue
+        print(folder, flush=True)
+        if supervisor.run([*start, *words]) and not supervisor.asked_to_stop():
+            failures += 1
+    if supervisor.stopping:
+        print("the sweep was asked to stop: the same command continues")
+    return failures
 
 
 def _check_rest(arguments: list[str]) -> None:
@@ -113,7 +125,7 @@ def _is_finished(folder: Path, words: list[str]) -> bool:
 
 
 def _print_table(out: Path, methods: list[str], seeds: list[str]) -> None:
-    """Print the last validation loss and share of FLOPs of each method, as a mean over its seeds."""
+    """Print the last validation loss and fraction of dense FLOPs of each method, as a mean over its seeds."""
     print(f"{'method':<14}{'runs':>5}{'validation loss':>18}{'± over seeds':>14}{'FLOPs':>8}")
     for method in methods:
         rows = [row for seed in seeds if (row := _last_validated(out / f"{method}-{seed}" / "metrics.jsonl"))]

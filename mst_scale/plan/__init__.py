@@ -1,6 +1,6 @@
 """Estimates the memory, time, communication and gain of a run on N GPUs before it is started.
 
-gpus        peaks of GPUs, nodes and networks by data sheets, and the shares of them that plans assume
+gpus        peaks of GPUs, nodes and networks by data sheets, and the fractions of them that plans assume
 setting     how ranks share a model, and which parameters each of them holds
 traffic     the collectives of a step and their bytes
 backward    the moments of a backward pass, and what is there in each

@@ -235,21 +235,11 @@ def plan(
     found = fitting(experiment, own, machine, fixed)
     recommended = recommend(found, own, fixed)
     if recommended is None:
-        sizes = "".join(f" with {OPTIONS[axis]} {size}" for axis, size in fixed.items())
-        enough = fewest_gpus(experiment, own, machine)
-        raise UserError(
-            f"nothing fits on {gpus:,} × {machine.gpu.name} at any ZeRO stage{sizes}, even with offload and "
-            f"recomputation: use {f'{enough:,} GPUs' if enough else f'more than {MOST_GPUS:,} GPUs or larger ones'}"
-        )
+        raise UserError(_describe_nothing_fits(experiment, own, machine, fixed))
     s = own if can_share and not fixed else recommended.setting
     (planned,) = choices(experiment, [s], machine)
     if not planned.memory.fits(machine.gpu):
-        raise UserError(
-            f"{describe_setting(s)} needs {_needs(planned.memory)}, but {machine.gpu.name} has "
-            f"{machine.gpu.memory / GB:.0f} GB ({machine.gpu.host_memory / GB:.0f} GB of host memory). "
-            f"{describe_setting(recommended.setting)} fits in {_needs(recommended.memory)}: "
-            f"{' '.join(overrides(recommended.setting, s))}"
-        )
+        raise UserError(_describe_misfit(planned, recommended, machine))
     dense = recommend(found, own, fixed, attrgetter("dense_step"))
     assert dense is not None
     rows = by_layout(found, recommended)
@@ -280,7 +270,7 @@ def plan(
 def of_tokens(experiment: Experiment, tokens: float, batch: int) -> Experiment:
     """Return the experiment with as many steps as these tokens need.
 
-    Phases stated in steps keep their shares of the run.
+    Phases stated in steps keep their fractions of the run.
     """
     before, model = experiment.training.steps, experiment.model
     steps = max(1, round(tokens / (batch * model.seq_length)))
@@ -392,6 +382,24 @@ def _with_sizes(experiment: Experiment, fixed: Mapping[str, int]) -> Experiment:
         block, _, key = KEYS[axis].rpartition(".")
         config |= {block: {**config.get(block, {}), key: size}} if block else {key: size}
     return replace(experiment, deepspeed=config)
+
+
+def _describe_nothing_fits(experiment: Experiment, own: Setting, machine: Machine, fixed: Mapping[str, int]) -> str:
+    sizes = "".join(f" with {OPTIONS[axis]} {size}" for axis, size in fixed.items())
+    enough = fewest_gpus(experiment, own, machine)
+    return (
+        f"nothing fits on {own.ranks:,} × {machine.gpu.name} at any ZeRO stage{sizes}, even with offload and "
+        f"recomputation: use {f'{enough:,} GPUs' if enough else f'more than {MOST_GPUS:,} GPUs or larger ones'}"
+    )
+
+
+def _describe_misfit(planned: Choice, recommended: Choice, machine: Machine) -> str:
+    gpu, s = machine.gpu, planned.setting
+    return (
+        f"{describe_setting(s)} needs {_needs(planned.memory)}, but {gpu.name} has {gpu.memory / GB:.0f} GB "
+        f"({gpu.host_memory / GB:.0f} GB of host memory). {describe_setting(recommended.setting)} fits in "
+        f"{_needs(recommended.memory)}: {' '.join(overrides(recommended.setting, s))}"
+    )
 
 
 def _needs(held: Memory) -> str:

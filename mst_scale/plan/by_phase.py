@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cache
-from itertools import groupby
 from typing import Any
 
 from mst_scale.config import Experiment
@@ -20,7 +19,7 @@ from mst_scale.config.compact import why_method_not_compact
 from mst_scale.config.deepspeed import BATCH_KEYS
 from mst_scale.config.parallel import sizes_of
 from mst_scale.errors import UserError
-from mst_scale.flops.ledger import Stretch, stretches
+from mst_scale.flops.ledger import Stretch, stretches_by_phase
 from mst_scale.plan.answer import own_setting
 from mst_scale.plan.gpus import Machine
 from mst_scale.plan.recommend import CLOSE, Choice, fitting, recommend
@@ -118,9 +117,8 @@ def by_phase(experiment: Experiment, gpus: int, machine: Machine) -> list[PhaseO
         return choices
 
     result = []
-    for name, stretched in groupby(stretches(experiment), lambda x: x.phase):
-        inside = list(stretched)
-        steps = sum(x.steps for x in inside)
+    for inside in stretches_by_phase(experiment):
+        name, steps = inside[0].phase, sum(x.steps for x in inside)
         options = [
             Option(ranks, choice, steps, run_seconds(experiment, choice.setting, machine, inside) / steps)
             for ranks, choice in choose(_trains(experiment, inside))

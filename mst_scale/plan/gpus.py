@@ -1,7 +1,7 @@
-"""Lists the peaks of GPUs, their nodes and networks, and the share of each peak that plans assume.
+"""Lists the peaks of GPUs, their nodes and networks, and the fraction of each peak that plans assume.
 
 Peaks are those of NVIDIA's data sheets, without structured sparsity; 1 GB is 10⁹ bytes. Nodes are DGX nodes with one
-network port per GPU. The share of a peak that a run reaches is an assumption (`Efficiency`). The bandwidth of an L2
+network port per GPU. The fraction of a peak that a run reaches is an assumption (`Efficiency`). The bandwidth of an L2
 cache, which no data sheet states, is that of a published microbenchmark.
 """
 
@@ -16,7 +16,7 @@ GB, TERA = 10**9, 10**12
 
 @dataclass(frozen=True)
 class GPU:
-    """FLOP/s, bytes and bytes/s of one card and its share of the node."""
+    """FLOP/s, bytes and bytes/s of one card; memory and bandwidth of the node are divided among its cards."""
 
     name: str
     memory: float
@@ -58,7 +58,7 @@ GPUS = {
 
 @dataclass(frozen=True)
 class Efficiency:
-    """The share of each peak that a plan assumes and prints; replace it with your own measurements by --efficiency.
+    """The fraction of each peak that a plan assumes and prints; replace it with your own measurements by --efficiency.
 
     These are assumptions, except on GPUs that `MEASURED` lists. With them GPT-3 configurations reach 41 to 52 % of an
     A100's peak. Narayanan et al. (2021) report 44 to 52 %, with tensor and pipeline parallelism and counting
@@ -138,6 +138,6 @@ def machine(
             given[key] = 0.0
         if key not in known or not 0 < given[key] <= 1:
             raise UserError(
-                f"--efficiency {pair}: write KEY=SHARE with a share in (0, 1], of {', '.join(sorted(known))}"
+                f"--efficiency {pair}: write KEY=FRACTION with a fraction in (0, 1], of {', '.join(sorted(known))}"
             )
     return Machine(gpu, replace(MEASURED.get(name, Efficiency()), **given))

@@ -7,7 +7,7 @@ forward pass and a in that of accumulation; P = N/R, padded:
     weights        w·N              w·N            w·N            w·P, and gathered ones whole (`traffic.fetches`)
     optimizer      8·N, 12·N mixed  12·P           12·P           12·P     fp32 master weights and Adam's two moments
     gradients      w·N              w·N            a·P, or 2w·P   a·P      2: of earlier and of this micro-batch
-    masks          2/8 per sparse weight of the share: active now, and ever active
+    masks          2/8 per sparse weight of the shard: active now, and ever active
 
 With compact storage N counts the values that are stored; each rank also has the whole index, 4 bytes per active weight.
 
@@ -52,7 +52,7 @@ from mst_scale.plan.traffic import ALL_REDUCE, fetches
 CONTEXT = 2 * 10**9  # CUDA context, libraries, NCCL's buffers
 FRAGMENTS = 0.05  # of what is allocated
 LISTED_WHOLE = 1 << 16  # a topology step lists all candidates of smaller layers, and of larger ones …
-LISTED = 0.08  # … about this share
+LISTED = 0.08  # … about this fraction
 LISTED_BYTES = 8  # key and position
 INDEX_BYTES, WIDE_INDEX_BYTES, NARROW = 4, 8, 1 << 31  # of a compact parameter, by the size of its matrix
 

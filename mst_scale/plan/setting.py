@@ -331,14 +331,18 @@ def share(model: ModelConfig, s: Setting, stage: int) -> Share:
 
 def layers_of(model: ModelConfig, s: Setting, stage: int) -> int:
     """Return the number of layers of a pipeline stage."""
-    return model.n_layer // s.pipeline + (stage < model.n_layer % s.pipeline)
+    return len(_blocks(model, s.pipeline, stage))
+
+
+def _blocks(model: ModelConfig, pipeline: int, stage: int) -> range:
+    each, more = divmod(model.n_layer, pipeline)
+    start = stage * each + min(stage, more)
+    return range(start, start + each + (stage < more))
 
 
 @cache
 def _held(model: ModelConfig, tensor: int, pipeline: int, stage: int) -> tuple[Parameter, ...]:
-    each, more = divmod(model.n_layer, pipeline)
-    start = stage * each + min(stage, more)
-    blocks = range(start, start + each + (stage < more))
+    blocks = _blocks(model, pipeline, stage)
     first, last = stage == 0, stage == pipeline - 1
     found = []
     for p in parameters(model):

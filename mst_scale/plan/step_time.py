@@ -1,6 +1,6 @@
 """Estimates the seconds of a step, dense and in every phase of sparse training, by a roofline.
 
-Each part runs at the stated share (`gpus.Efficiency`) of the peak that bounds it:
+Each part runs at the stated fraction (`gpus.Efficiency`) of the peak that bounds it:
 
     products       FLOPs of all matrices, forward and twice that backward        matmul · peak
     attention      FLOPs of the causal pairs, 1 forward and 2.5 backward          attention · peak
@@ -10,7 +10,8 @@ Each part runs at the stated share (`gpus.Efficiency`) of the peak that bounds i
     bubble         of p stages and m micro-batches: (p - 1)/m of a stage's time
 
 A rank that shares a model computes its part (`setting.share`); the head of a tensor-parallel group is whole on each
-rank. Matrix products that are cut count at the same share of the peak as whole ones, which very thin ones do not reach.
+rank. Matrix products that are cut count at the same fraction of the peak as whole ones, which very thin ones do not
+reach.
 
 Masked dense layers take as long as dense ones: they save FLOPs only. In sparse phases, layers that skip inactive
 weights and attention over a pattern take the time of their kernels (`roofline`), and everything else is as in a dense
@@ -25,12 +26,11 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cache, partial
-from itertools import groupby
 from typing import Literal
 
 from mst_scale.config import Experiment, ModelConfig
 from mst_scale.flops.formulas import Flops, forward_flops
-from mst_scale.flops.ledger import Stretch, densities, forecast, sparse_matrices, stretches
+from mst_scale.flops.ledger import Stretch, densities, forecast, sparse_matrices, stretches_by_phase
 from mst_scale.hybrid_sparse_attention.pattern import Pattern
 from mst_scale.mixed_growing.config import BlockGranularity
 from mst_scale.plan.gpus import Machine
@@ -215,7 +215,7 @@ def seconds(calls: Iterable[Call], ranks: int, apart: int, machine: Machine) -> 
 def sparse_seconds(
     experiment: Experiment, s: Setting, machine: Machine, density: Mapping[str, float], pattern: Pattern
 ) -> Seconds:
-    """Estimate a step with these shares of active weights, and this attention."""
+    """Estimate a step with these densities, and this attention."""
     model = experiment.model
 
     def busy(stage: int) -> Busy:
@@ -244,8 +244,9 @@ def run_seconds(experiment: Experiment, s: Setting, machine: Machine, inside: It
 
 def longest_stretches(experiment: Experiment) -> list[tuple[int, Stretch]]:
     """Return the steps of every phase, and its longest stretch, which stands for the whole phase."""
-    found = [list(inside) for _, inside in groupby(stretches(experiment), lambda x: x.phase)]
-    return [(sum(x.steps for x in inside), max(inside, key=lambda x: x.steps)) for inside in found]
+    return [
+        (sum(x.steps for x in inside), max(inside, key=lambda x: x.steps)) for inside in stretches_by_phase(experiment)
+    ]
 
 
 def mean_step_seconds(
@@ -317,7 +318,7 @@ def phases(experiment: Experiment, dense: Seconds, s: Setting, machine: Machine)
     """Return the phases in order; their FLOPs are those of `flops.ledger.forecast`."""
     whole, stored = forecast(experiment, ranks=s.data), stretch_settings(experiment, s)
     result = []
-    for phase, (_, inside) in zip(whole.phases, groupby(stretches(experiment), lambda x: x.phase), strict=True):
+    for phase, inside in zip(whole.phases, stretches_by_phase(experiment), strict=True):
         flops = phase.flops["causal"].total / whole.dense["causal"].total
         expected = sent = 0.0
         used: dict[Setting, None] = {}
@@ -356,8 +357,7 @@ def by_side(experiment: Experiment, s: Setting, machine: Machine) -> list[Side]:
     """Estimate the sparsest phase by the side of its blocks; empty if masks cannot be made of blocks."""
     if not may_be_blocks(experiment):
         return []
-    segments = experiment.schedule.segments()
-    sparsest = max(segments, key=lambda segment: (segment.sparsity, segment.stop - segment.start))
+    sparsest = experiment.schedule.sparsest()
     pattern = experiment.attention_schedule.pattern_at(sparsest.start)
     dense = step_seconds(experiment, s, machine)
     found = []

@@ -246,8 +246,8 @@ def _bracket(layer: Layer, which: str) -> float:
     if layer.elements <= LISTED_WHOLE:
         return float(candidates)
     size = min(SAMPLE, candidates)
-    share = wanted / candidates
-    slack = SIGMAS * math.sqrt(size * share * (1 - share)) + SLACK
+    fraction = wanted / candidates
+    slack = SIGMAS * math.sqrt(size * fraction * (1 - fraction)) + SLACK
     return min(candidates, candidates / size * 2 * slack)
 
 
@@ -275,7 +275,7 @@ class TopologyStep:
 
 def typical_step(schedule: Schedule) -> int | None:
     """Return the topology step nearest to the middle of the sparsest phase; None if a run has none."""
-    sparsest = max(schedule.segments(), key=lambda segment: (segment.sparsity, segment.stop - segment.start))
+    sparsest = schedule.sparsest()
     middle = max(1, (sparsest.start + sparsest.stop) // 2)
     onward, back = range(middle, sparsest.stop), range(middle, 0, -1)
     return next((step for step in chain(onward, back) if schedule.is_topology_step(step)), None)

@@ -1,7 +1,7 @@
 """Decides how many of the available ranks can train a run, and what its ranks do where their number may change.
 
 The global batch, the order of its sequences and the schedules do not depend on the number of ranks (`data/sampler.py`,
-`pretrain/schedules.py`), so a run may continue on any number whose data-parallel replicas divide the batch evenly.
+`pretrain/learning_rate.py`), so a run may continue on any number whose data-parallel replicas divide the batch evenly.
 
 torchrun's agents (`torchrun --nnodes MIN:MAX`) choose a number that need not be one of those. The ranks that are too
 many then wait, without a part in the run, until the others have finished or the agents start all of them again.
@@ -43,7 +43,7 @@ def batch_of(deepspeed: Mapping[str, Any]) -> int:
         raise UserError(
             "--elastic needs a global batch that does not depend on the number of ranks: set train_batch_size"
         )
-    return batch_shape({"train_batch_size": total}, 1)[0]
+    return batch_shape({"train_batch_size": total}, 1).sequences
 
 
 def check_elastic(deepspeed: Mapping[str, Any]) -> None:

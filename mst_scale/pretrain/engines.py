@@ -19,8 +19,8 @@ from mst_scale.flops.budgets import shortened
 from mst_scale.flops.ledger import uncounted_flops
 from mst_scale.heap import restart_peak_memory
 from mst_scale.pretrain import elastic, from_memory, resume
+from mst_scale.pretrain.extending import describe_extension
 from mst_scale.pretrain.prepare import prepare
-from mst_scale.pretrain.schedules import describe_extension
 from mst_scale.pretrain.training_loop import Left, Run, StopRequest, StorageChanges
 from mst_scale.run_logging.operations import command_of
 from mst_scale.run_logging.progress import Starting

@@ -13,39 +13,30 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import deepspeed
-import torch
 from torch import Tensor
 
 from mst_scale import zero_shards
-from mst_scale.checkpoints import finding, manifests, mask_files, store
+from mst_scale.checkpoints import finding, manifests, store
 from mst_scale.comm import Mesh, Ranks, logger
 from mst_scale.config import DataConfig, Experiment, to_dict
-from mst_scale.config import compact as compact_steps
-from mst_scale.config.deepspeed import batch_shape
-from mst_scale.config.parallel import sizes_of, without_sizes
+from mst_scale.config.compact import stretches as stretches_of
+from mst_scale.config.deepspeed import BatchShape, batch_shape
+from mst_scale.config.parallel import sizes_of
 from mst_scale.data.corpus import fingerprint, identity
 from mst_scale.data.prepare import prepare as prepare_corpus
 from mst_scale.data.recipe import Recipe
 from mst_scale.data.sampler import Sampler, open_sampler
-from mst_scale.engine.api import initialize
-from mst_scale.engine.targets import choose_targets
 from mst_scale.errors import UserError
 from mst_scale.files import write_atomically, write_if_possible
 from mst_scale.flops.formulas import optimizer_flops
 from mst_scale.flops.ledger import Ledger
 from mst_scale.hugging_face import start_from
-from mst_scale.mixed_growing import packed_bits
-from mst_scale.mixed_growing.masks import assemble
-from mst_scale.models import blocks_of, build
 from mst_scale.models.initial_weights import not_drawn
 from mst_scale.plan.expected_gain import expect
-from mst_scale.pretrain import elastic, growth, resume, schedules, storage, validation
-from mst_scale.pretrain.schedules import MASKED
+from mst_scale.pretrain import elastic, extending, growth, resume, storage, validation
+from mst_scale.pretrain.building import build_engine
 from mst_scale.run_logging import run_file
-from mst_scale.run_logging.metrics import OptionalWrites
 from mst_scale.run_logging.run_file import PAUSED, RunFile
-from mst_scale.tensor_parallel import TensorGroup
 
 
 @dataclass(frozen=True)
@@ -124,92 +115,106 @@ def prepare(
     """
     sizes = ranks.agree(lambda: sizes_of(experiment.deepspeed))
     replicas = ranks.agree(lambda: sizes.data(ranks.world_size))
-    source = None if handover is None else handover.folder
     if handover is None:
-        own = resume.choose_checkpoint(out, resume_from, ranks)
-        ranks.on_first(lambda: resume.validate_same_model(out, experiment))
-        source = schedules.find_extension_start(own, out, experiment, resume_from, ranks)
-        source = source or schedules.find_branch_source(branch_from, experiment, ranks)
-    fitted = experiment
-    if source is not None:
-        fitted = ranks.agree(lambda: resume.with_batch_of(experiment, source, replicas))
-    batch, micro, accumulation = ranks.agree(lambda: batch_shape(fitted.deepspeed, replicas))
-    fitted = fitted.with_batch(batch)
-    shape = {"sequences": batch, "micro": micro, "accumulation": accumulation}
-    reached = finding.step_of(source) if source is not None and source.parent == out / "checkpoints" else -1
-    if stop_at is not None and handover is None and stop_at <= reached < fitted.training.steps:
-        file = record_start(fitted, out, ranks, step=reached, source=source, batch=shape, text=None)
-        if file is not None:
-            file.ended(PAUSED, reached)
-        logger.info("the run is already at step %d, so --stop-at %d trains nothing", reached, stop_at)
-        elastic.tell_waiting_ranks()
-        ranks.leave()
-        raise SystemExit(0)
-    if gain := expect(fitted, batch):
+        source = _choose_source(experiment, out, ranks, resume_from, branch_from)
+    else:
+        source = handover.folder
+    fitted, shape = _fit_batch(experiment, source, replicas, ranks)
+    if stop_at is not None and handover is None:
+        _end_if_passed(stop_at, fitted, out, ranks, source=source, shape=shape)
+    if gain := expect(fitted, shape.sequences):
         logger.info("%s", gain)
     mesh = ranks.agree(lambda: Mesh(sizes)) if sizes.model > 1 else None
     ranks.agree(lambda: validation.validate(fitted, ranks.world_size, mesh))
-    ledger = Ledger(fitted.model, batch, optimizer_flops(fitted.model, fitted.deepspeed))
-    stretches = ranks.agree(lambda: compact_steps.stretches(fitted))
-    stretch = None if source is None else ranks.on_first(lambda: storage.stretch_of(stretches, source))
+    ledger = Ledger(fitted.model, shape.sequences, optimizer_flops(fitted.model, fitted.deepspeed))
+    stretches = ranks.agree(lambda: stretches_of(fitted))
     if source is None:
         stretch = storage.stretch_after(stretches, 0, 0)
+    else:
+        stretch = ranks.on_first(lambda: storage.stretch_of(stretches, source))
     begins("corpus", f" {fitted.data.dir or fitted.data.source or ''}")
     folder = ranks.on_first(lambda: _prepare_corpus(fitted.data), long=True)
-
-    def open_split(split: str, seed: int) -> Sampler:
-        return open_sampler(folder, split, fitted.model, seed, check_ids=ranks.first)
-
-    train, val = ranks.agree(lambda: (open_split("train", fitted.training.seed), open_split("val", fitted.eval_seed)))
+    train, val = ranks.agree(lambda: _open_splits(fitted, folder, check_ids=ranks.first))
+    tasks = None
     if fitted.training.eval_tasks is not None:
         begins("evaluation tasks")
-    tasks = _load_tasks(fitted, out, micro, ranks)
+        tasks = _load_tasks(fitted, out, shape.micro, ranks)
     weights, grown = None, None
     if source is None and fitted.mst.growth is not None:
         begins("growth", f" from {fitted.mst.grow_from}")
-        grown = growth.grow_weights(fitted, train, batch, micro, ranks)
+        grown = growth.grow_weights(fitted, train, shape.sequences, shape.micro, ranks)
         ledger.begin(grown.cost.total)
         weights = grown.weights
     elif source is None:
         weights = _read_initial_weights(fitted, ranks)
     begins("model and engine", f" ({fitted.model.weights:,} weights)")
     saved = None if source is None else ranks.on_first(lambda: (manifests.head(source) or {}).get("optimizer"))
-    chosen = ranks.agree(lambda: validation.choose_adam(fitted, source is None, saved))
-    if stretches:
-        logger.info("%s", storage.describe(stretches))
-        chosen = storage.of_stretch(chosen, stretch)
-    elif compact_steps.could_be_compact(fitted):
-        logger.info(
-            "mst.compute.compact is off: with auto, long phases of one sparsity store and send only active weights "
-            "(docs/compact.md)"
-        )
+    of_engine = ranks.agree(lambda: validation.choose_adam(fitted, source is None, saved))
+    of_engine = storage.for_engine(of_engine, stretches, stretch)
     with contextlib.nullcontext() if handover is None else not_drawn():
-        engine = ranks.agree(lambda: _build_engine(chosen, out, weights, mesh, source))
-    loadable: Loadable | None = handover
-    if source is not None and handover is None:
-        compact = zero_shards.is_compact(engine.module)
-        loadable = resume.find_loadable(source, ranks, fitted.deepspeed, compact)
+        engine = ranks.agree(lambda: build_engine(of_engine, out, weights, mesh, source))
+    loadable: Loadable | None = None
     if source is not None:
+        loadable = handover or resume.find_loadable(
+            source, ranks, fitted.deepspeed, zero_shards.is_compact(engine.module)
+        )
         ranks.agree(lambda: validation.validate_same_adam(saved, zero_shards.adam_of(engine), source))
     text, engine.mst.record.corpus = ranks.on_first(lambda: (identity(folder), fingerprint(folder)))
-    progress, rollbacks = Progress(), []
+    progress, rollbacks = Progress(), 0
     if loadable is not None:
         begins("weights and states", f" of {source}")
-        rollbacks = ranks.on_first(lambda: run_file.rollbacks(out / "run.json"))
-        progress = load_checkpoint(engine, ledger, out, ranks, loadable)
-        skipped = {*progress.skipped, *(batch for batches in rollbacks for batch in batches)}
-        progress = replace(progress, skipped=tuple(sorted(skipped)))
-    read = None if handover is not None else source
+        progress, rollbacks = _load_progress(engine, ledger, out, ranks, loadable)
+    read = source if handover is None else None
     file = record_start(fitted, out, ranks, step=progress.step, source=read, batch=shape, text=text)
     if file is not None and grown is not None:
         file.happened("grown", **grown.to_dict())
     if file is not None and engine.mst.record.changes:
         file.happened("resumed with changes", changes=engine.mst.record.changes)
     return Prepared(
-        fitted, out, ranks, batch, micro, accumulation,
-        train, val, tasks, engine, mesh, ledger, progress, len(rollbacks), file, stretches, stretch,
+        experiment=fitted, out=out, ranks=ranks, batch=shape.sequences, micro=shape.micro,
+        accumulation=shape.accumulation, train=train, val=val, tasks=tasks, engine=engine, mesh=mesh, ledger=ledger,
+        progress=progress, rollbacks=rollbacks, run_file=file, stretches=stretches, stretch=stretch,
         continues=handover is not None,
     )  # fmt: skip
+
+
+# --- the checkpoint ---
+
+
+def _choose_source(
+    experiment: Experiment, out: Path, ranks: Ranks, resume_from: str, branch_from: str | None
+) -> Path | None:
+    """Return the checkpoint that the run continues from, its own or that of a trunk; None for a run from step 0."""
+    own = resume.choose_checkpoint(out, resume_from, ranks)
+    ranks.on_first(lambda: resume.validate_same_model(out, experiment))
+    own = extending.find_extension_start(own, out, experiment, resume_from, ranks)
+    return own or extending.find_branch_source(branch_from, experiment, ranks)
+
+
+def _fit_batch(
+    experiment: Experiment, source: Path | None, replicas: int, ranks: Ranks
+) -> tuple[Experiment, BatchShape]:
+    """Return the experiment with its global batch, which is that of the checkpoint `source`, and how it is divided."""
+    if source is not None:
+        experiment = ranks.agree(lambda: resume.with_batch_of(experiment, source, replicas))
+    shape = ranks.agree(lambda: batch_shape(experiment.deepspeed, replicas))
+    return experiment.with_batch(shape.sequences), shape
+
+
+def _end_if_passed(
+    stop_at: int, experiment: Experiment, out: Path, ranks: Ranks, *, source: Path | None, shape: BatchShape
+) -> None:
+    """End this start if its checkpoint is of the step at which the run is to stop, or of a later one."""
+    reached = finding.step_of(source) if source is not None and source.parent == out / "checkpoints" else -1
+    if not stop_at <= reached < experiment.training.steps:
+        return
+    file = record_start(experiment, out, ranks, step=reached, source=source, batch=shape, text=None)
+    if file is not None:
+        file.ended(PAUSED, reached)
+    logger.info("the run is already at step %d, so --stop-at %d trains nothing", reached, stop_at)
+    elastic.tell_waiting_ranks()
+    ranks.leave()
+    raise SystemExit(0)
 
 
 Loadable = tuple[Path, bool] | zero_shards.Handover
@@ -231,9 +236,17 @@ def load_checkpoint(engine: Any, ledger: Ledger, out: Path, ranks: Ranks, loadab
     return Progress(step, losses, skipped, dict(state.get("layers", {})))
 
 
+def _load_progress(engine: Any, ledger: Ledger, out: Path, ranks: Ranks, loadable: Loadable) -> tuple[Progress, int]:
+    """Load the checkpoint of a start; return the run's progress and how often it was rolled back."""
+    rollbacks = ranks.on_first(lambda: run_file.rollbacks(out / "run.json"))
+    progress = load_checkpoint(engine, ledger, out, ranks, loadable)
+    skipped = {*progress.skipped, *(batch for batches in rollbacks for batch in batches)}
+    return replace(progress, skipped=tuple(sorted(skipped))), len(rollbacks)
+
+
 def record_start(
     experiment: Experiment, out: Path, ranks: Ranks, *, step: int, source: Path | None,
-    batch: dict[str, int], text: str | None,
+    batch: BatchShape, text: str | None,
 ) -> RunFile | None:  # fmt: skip
     """Write the resolved config and this start (run.json) into `out`, and set checkpoints of later steps aside.
 
@@ -263,13 +276,16 @@ def record_start(
             ranks=ranks.world_size,
             replicas=sizes_of(experiment.deepspeed).data(ranks.world_size),
             hosts=hosts,
-            batch=batch,
+            batch=batch._asdict(),
             corpus=text,
             seeds={"training": seed, "mst": seed if experiment.mst.seed is None else experiment.mst.seed},
         )
         return RunFile(out / "run.json", config, start)
 
     return ranks.agree(lambda: write() if ranks.first else None)
+
+
+# --- data ---
 
 
 def _prepare_corpus(data: DataConfig) -> str:
@@ -288,9 +304,16 @@ def _prepare_corpus(data: DataConfig) -> str:
     return data.dir
 
 
+def _open_splits(experiment: Experiment, folder: str, check_ids: bool) -> tuple[Sampler, Sampler]:
+    """Return the samplers of the training and of the validation split."""
+    seeds = {"train": experiment.training.seed, "val": experiment.eval_seed}
+    train, val = (
+        open_sampler(folder, split, experiment.model, seed, check_ids=check_ids) for split, seed in seeds.items()
+    )
+    return train, val
+
+
 def _load_tasks(experiment: Experiment, out: Path, micro: int, ranks: Ranks) -> Any:
-    if experiment.training.eval_tasks is None:
-        return None
     from mst_scale.evaluation.evaluate import TasksDuringTraining  # takes seconds to import
 
     tasks = ranks.agree(lambda: TasksDuringTraining(experiment, out, micro, ranks))
@@ -311,80 +334,3 @@ def _read_initial_weights(experiment: Experiment, ranks: Ranks) -> dict[str, Ten
         lambda: start_from.read(start_from.folder_of(init), experiment.model) if ranks.first else {}
     )
     return weights
-
-
-# --- model and engine ---
-
-
-def _build_engine(
-    experiment: Experiment, out: Path, weights: dict[str, Tensor] | None, mesh: Mesh | None, source: Path | None
-) -> Any:
-    """Return DeepSpeed's engine around the experiment's model, filled with the initial weights if there are any.
-
-    The weights of the checkpoint `source` come later.
-    """
-    experiment = replace(experiment, deepspeed=without_sizes(experiment.deepspeed))
-    torch.manual_seed(experiment.training.seed)
-    model = _build_model(experiment, mesh)
-    if weights is not None:
-        start_from.fill(model, weights or None)
-    if source is not None and experiment.mst.masks is not None and experiment.mst.compute.compact != "off":
-        _put_zeros(model, source)
-    if "activation_checkpointing" in experiment.deepspeed:
-        deepspeed.checkpointing.configure(None, deepspeed_config=experiment.deepspeed)
-    # TensorBoard's files next to the metrics unless the config decides otherwise; DeepSpeed itself prints nothing
-    tensorboard = {"enabled": True, "output_path": str(out / "tensorboard"), "job_name": ""}
-    defaults = {"tensorboard": tensorboard, "steps_per_print": 2**31}
-    engine: Any = initialize(
-        model=model,
-        model_parameters=parameter_groups(model, experiment),
-        config=replace(experiment, deepspeed={**defaults, **experiment.deepspeed}),
-        # a pipeline has its own mpu with the same ranks
-        mpu=None if isinstance(model, deepspeed.PipelineModule) else mesh,
-    )[0]
-    if experiment.training.compile:
-        for block in blocks_of(engine.module):
-            block.compile()
-    # if a monitor cannot write (including DeepSpeed's own numbers of each step), only these numbers are lost
-    write, disk = engine.monitor.write_events, OptionalWrites()
-    engine.monitor.write_events = lambda events: disk.attempt("TensorBoard's numbers", lambda: write(events))
-    return engine
-
-
-def _put_zeros(model: torch.nn.Module, checkpoint: Path) -> None:
-    """Give the model the zeros of a checkpoint's masks: compact layers have to know them before it is loaded."""
-    if not mask_files.file_of(checkpoint, 0).is_file():
-        return
-    masks = mask_files.read_all(checkpoint)
-    for name, parameter in zero_shards.named_parameters(model):
-        if name not in masks.head["names"]:
-            continue
-        with zero_shards.whole(parameter) as writable, torch.no_grad():
-            if writable:
-                flags = packed_bits.unpack(assemble(masks.shards(name), name), parameter.numel())
-                parameter.copy_(flags.view(parameter.shape))
-
-
-def _build_model(experiment: Experiment, mesh: Mesh | None) -> torch.nn.Module:
-    """Return the model with random weights, or this rank's part of it."""
-    if mesh is not None and mesh.sizes.pipeline > 1:
-        from mst_scale.models.pipelined_gpt import PipelinedGPT
-
-        return PipelinedGPT(experiment.model, mesh)
-    with zero_shards.partitioned_construction(experiment.deepspeed, mesh):
-        return build(experiment.model, None if mesh is None else TensorGroup.of(mesh))
-
-
-def parameter_groups(model: torch.nn.Module, experiment: Experiment) -> list[dict[str, Any]]:
-    """Return the optimizer's parameter groups: matrices with its weight decay, norms and biases without.
-
-    Matrices that can be masked form a third group if the experiment treats them differently (training.sparse_rate).
-    """
-    matrices = [p for p in model.parameters() if zero_shards.is_matrix(p)]
-    vectors = [p for p in model.parameters() if not zero_shards.is_matrix(p)]
-    groups: list[dict[str, Any]] = [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}]
-    if experiment.treats_masked_apart:
-        masked = {id(p) for p in choose_targets(model, experiment.mst.targets).values()}
-        groups[0]["params"] = [p for p in matrices if id(p) not in masked]
-        groups.append({"params": [p for p in matrices if id(p) in masked], MASKED: True})
-    return groups

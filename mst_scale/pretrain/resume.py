@@ -245,13 +245,13 @@ def with_batch_of(experiment: Experiment, source: Path, replicas: int) -> Experi
         stated = batch_shape(deepspeed, replicas)
     except UserError:  # the stated values do not fit this number of replicas
         stated = None
-    if stated is None or stated[0] != before or stated[1] > largest:
+    if stated is None or stated.sequences != before or stated.micro > largest:
         deepspeed["train_batch_size"] = before
         deepspeed.pop("gradient_accumulation_steps", None)
         deepspeed["train_micro_batch_size_per_gpu"] = largest_micro(before, largest, replicas)
     elif replicas_before == replicas:
         return experiment
-    micro, accumulation = batch_shape(deepspeed, replicas)[1:]
+    _, micro, accumulation = batch_shape(deepspeed, replicas)
     logger.info(
         "the global batch stays %d: %d ranks × %d sequences × %d accumulation steps (before: %d ranks)",
         before, replicas, micro, accumulation, replicas_before,

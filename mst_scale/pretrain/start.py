@@ -28,7 +28,7 @@ from mst_scale.config import RATE_DURATIONS, Experiment, describe_unread, load, 
 from mst_scale.config.check import check, check_growth
 from mst_scale.config.presets import config_file
 from mst_scale.errors import UserError
-from mst_scale.pretrain import elastic, resume, schedules
+from mst_scale.pretrain import elastic, extending, resume
 from mst_scale.run_logging.operations import command_of
 from mst_scale.run_logging.out_lock import OutLock
 from mst_scale.run_logging.progress import Starting
@@ -151,13 +151,31 @@ def read_experiment(args: argparse.Namespace) -> Experiment:
     experiment = load(args.deepspeed_config, overrides, args.method)
     if changes := overridden_in_recipe(args.deepspeed_config, overrides, args.method):
         logger.info("%s", changes)
-    out = output_folder(args, experiment)
-    branches = args.branch_decay_from is not None
-    if branches and experiment.training.init is not None:
-        raise UserError("--branch-decay-from already determines the initial weights: leave out --init")
+    _check_options(args, experiment)
+    out, branches = output_folder(args, experiment), args.branch_decay_from is not None
     check_growth(experiment, branches or bool(finding.list_tags(out / "checkpoints")))
     if experiment.training.init is not None:
         experiment = resume.with_shape_of_init(experiment, experiment.training.init, out)
+    check(experiment)
+    if unread := describe_unread(args.deepspeed_config, overrides, args.method):
+        logger.warning("%s", unread)
+    if args.elastic:
+        elastic.check_elastic(experiment.deepspeed)
+    if branches:
+        experiment = extending.plan_branch(experiment, args.branch_decay_from, out)
+    validate_folder("--out", out)
+    schedule = experiment.attention_schedule  # raises if its phases do not fit
+    if warning := schedule.describe_ineffective_stride(experiment.model.seq_length):
+        logger.warning("%s", warning)
+    if skipped := experiment.describe_skipped_ramp():
+        logger.info("%s", skipped)
+    return experiment
+
+
+def _check_options(args: argparse.Namespace, experiment: Experiment) -> None:
+    """Reject wrong values of options, and options that contradict the config."""
+    if args.branch_decay_from is not None and experiment.training.init is not None:
+        raise UserError("--branch-decay-from already determines the initial weights: leave out --init")
     if args.steps is not None and experiment.mst.like is not None:
         raise UserError(
             f"the length of method dense-short is determined by the FLOPs of {experiment.mst.like}: leave out --steps"
@@ -167,20 +185,6 @@ def read_experiment(args: argparse.Namespace) -> Experiment:
     if args.health is not None:
         validate_folder("--health", args.health.parent)
     command_of(args.on_event)
-    check(experiment)
-    if unread := describe_unread(args.deepspeed_config, overrides, args.method):
-        logger.warning("%s", unread)
-    if args.elastic:
-        elastic.check_elastic(experiment.deepspeed)
-    if branches:
-        experiment = schedules.plan_branch(experiment, args.branch_decay_from, out)
-    validate_folder("--out", out)
-    schedule = experiment.attention_schedule  # raises if its phases do not fit
-    if warning := schedule.describe_ineffective_stride(experiment.model.seq_length):
-        logger.warning("%s", warning)
-    if skipped := experiment.describe_skipped_ramp():
-        logger.info("%s", skipped)
-    return experiment
 
 
 def load_experiment(args: argparse.Namespace) -> Experiment:

@@ -15,9 +15,9 @@ from typing import Any
 from torch import Tensor
 
 from mst_scale.checkpoints import manifests, mask_files
-from mst_scale.comm import Ranks
+from mst_scale.comm import Ranks, logger
 from mst_scale.config import Experiment
-from mst_scale.config.compact import Stretch
+from mst_scale.config.compact import Stretch, could_be_compact
 from mst_scale.files import PARTIAL, write_atomically
 from mst_scale.zero_shards import Handover
 
@@ -42,10 +42,18 @@ def of_stretch(experiment: Experiment, stretch: Stretch | None) -> Experiment:
     return replace(experiment, trains=trains)
 
 
-def describe(stretches: list[Stretch]) -> str:
-    """Return the line of the log that says which steps are compact."""
-    steps = ", ".join(f"{one.first + 1:,} to {one.last:,}" for one in stretches)
-    return f"mst.compute.compact: steps {steps} store only active weights"
+def for_engine(experiment: Experiment, stretches: list[Stretch], stretch: Stretch | None) -> Experiment:
+    """Return the experiment of the engine that trains this stretch, and log which steps of the run are compact."""
+    if stretches:
+        steps = ", ".join(f"{one.first + 1:,} to {one.last:,}" for one in stretches)
+        logger.info("mst.compute.compact: steps %s store only active weights", steps)
+        return of_stretch(experiment, stretch)
+    if could_be_compact(experiment):
+        logger.info(
+            "mst.compute.compact is off: with auto, long phases of one sparsity store and send only active weights "
+            "(docs/compact.md)"
+        )
+    return experiment
 
 
 def hand_over(engine: Any, folder: Path, ranks: Ranks, state: dict[str, Any], about: dict[str, Any]) -> Handover:

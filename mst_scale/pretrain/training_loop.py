@@ -19,15 +19,16 @@ import torch.distributed as dist
 from mst_scale import comm, zero_shards
 from mst_scale.checkpoints import finding, store
 from mst_scale.comm import Verdict, logger
+from mst_scale.config import TrainingConfig
 from mst_scale.config.deepspeed import peak_learning_rate
 from mst_scale.dead_units import format_counts
 from mst_scale.engine.targets import choose_targets
 from mst_scale.errors import CorruptedError, DivergedError
 from mst_scale.pretrain import elastic, resume, storage
 from mst_scale.pretrain.batches import MicroBatches
+from mst_scale.pretrain.learning_rate import learning_rate, set_groups
 from mst_scale.pretrain.prepare import Prepared, load_checkpoint
 from mst_scale.pretrain.saving import Saves
-from mst_scale.pretrain.schedules import learning_rate, set_groups
 from mst_scale.pretrain.spikes import Spikes, batch_number
 from mst_scale.run_logging.observer import Observer
 from mst_scale.run_logging.operations import Operations
@@ -58,6 +59,30 @@ class StopRequest:
 
 class StorageChanges(Exception):
     """Raised on all ranks where another engine continues the run."""
+
+
+@dataclass(frozen=True)
+class Due:
+    """What is to be done after a step. All of it is after the last one."""
+
+    last: bool
+    logs: bool
+    evaluates: bool
+    saves: bool
+    copies: bool
+    """Whether a copy stays in memory, unless a checkpoint is saved."""
+
+    @classmethod
+    def after(cls, step: int, training: TrainingConfig) -> Due:
+        """Return what is due after this many steps."""
+        last = step == training.steps
+        intervals = (training.log_every, training.eval_every, training.save_every, training.memory_every)
+        return cls(last, *(last or (every > 0 and step % every == 0) for every in intervals))
+
+    @property
+    def anything(self) -> bool:
+        """Whether anything is due."""
+        return self.logs or self.evaluates or self.saves or self.copies
 
 
 @dataclass(frozen=True)
@@ -179,7 +204,37 @@ class Run:
             DivergedError: if the loss has not been finite for too many steps.
             CorruptedError: if a verification has found that a rank computed or kept a wrong value.
         """
-        t = self.training
+        loss = self._update()
+        due = Due.after(self.step, self.training)
+        verdicts = self._vote(loss, due)
+        self._name_straggler()
+        for verdict in verdicts:
+            if (bad := self._find_step_to_undo(verdict)) is not None and self._roll_back(bad):
+                return
+        if due.logs or due.evaluates:
+            self._log(loss, due.evaluates)
+        self.observer.after(self.step, self.step * self.batch)
+        stops = any(verdict.stop for verdict in verdicts)
+        changes = not due.last and self._storage_changes()
+        pauses = not due.last and self.pauses and not self.nonfinite
+        if self.nonfinite:
+            if stops or due.last or changes:
+                self._raise_if_nonfinite()
+        elif stops or pauses or (due.saves and not changes):
+            self.record.close()
+            self.saves.save(self.step, self._state(), final=stops or due.last or pauses)
+        elif due.copies:
+            self.saves.copy(self.step, self._state())
+        if stops and not due.last:
+            self._end_stopped()
+        if pauses:
+            self.pause()
+        if changes:
+            self.verification.finish()
+            raise StorageChanges
+
+    def _update(self) -> torch.Tensor:
+        """Take one optimizer step, and return its loss on the device."""
         mst = self.engine.mst
         densities = mst.densities()  # of the masks of this step
         self.ledger.add(mst.pattern, densities, mst.gradient_densities())
@@ -191,45 +246,25 @@ class Run:
         self.record.times.add(kind, time.monotonic() - began, moved=mst.changed_at == mst.step)
         if revived := mst.revived:
             self.record_event("revived dead units", step=self.step, units=format_counts(revived))
-        last = self.step == t.steps
-        logs, evaluates, saves = (
-            last or bool(every and self.step % every == 0) for every in (t.log_every, t.eval_every, t.save_every)
-        )
-        copies = bool(t.memory_every and self.step % t.memory_every == 0)
-        # reading the loss waits for the device, but DeepSpeed's gradient norm has already done so
+        return loss
+
+    def _vote(self, loss: torch.Tensor, due: Due) -> list[Verdict]:
+        """Tell the other ranks this step's loss and whether this one was asked to stop; return what is known by now."""
+        ends = not due.last and (self.pauses or self._storage_changes())
         asked = self.stop is not None and self.stop.asked
-        ends = not last and (self.pauses or self._storage_changes())
-        verdicts = self.votes.cast(self.step, asked, float(loss), wait=logs or evaluates or saves or copies or ends)
+        # reading the loss waits for the device, but DeepSpeed's gradient norm has already done so
+        verdicts = self.votes.cast(self.step, asked, float(loss), wait=due.anything or ends)
         if any(verdict.stop for verdict in verdicts):
             verdicts += self.votes.drain()  # what is saved includes this step's loss
-        self._name_straggler()
-        for verdict in verdicts:
-            if (bad := self._find_step_to_undo(verdict)) is not None and self._roll_back(bad):
-                return
-        stop = any(verdict.stop for verdict in verdicts)
-        if logs or evaluates:
-            self._log(loss, evaluates)
-        self.observer.after(self.step, self.step * self.batch)
-        changes = not last and self._storage_changes()
-        pauses = not last and self.pauses and not self.nonfinite
-        if (stop or pauses or (saves and not changes)) and not self.nonfinite:
-            self.record.close()
-            self.saves.save(self.step, self._state(), final=stop or last or pauses)
-        elif copies and not self.nonfinite:
-            self.saves.copy(self.step, self._state())
-        if self.nonfinite and (stop or last or changes):
-            self._raise_if_nonfinite()
-        if stop and not last:
-            self.record_end(STOPPED)
-            if self.ranks.first:
-                comm.tell_launcher("MST_STOPPED")
-            self.record.say(f"asked to stop: step {self.step} is saved; run the same command again to continue")
-            elastic.end_after_save(lambda: self.stop is None or self.stop.asked)
-        if pauses:
-            self.pause()
-        if changes:
-            self.verification.finish()
-            raise StorageChanges
+        return verdicts
+
+    def _end_stopped(self) -> NoReturn:
+        """End this start, which was asked to stop and whose last step is saved."""
+        self.record_end(STOPPED)
+        if self.ranks.first:
+            comm.tell_launcher("MST_STOPPED")
+        self.record.say(f"asked to stop: step {self.step} is saved; run the same command again to continue")
+        elastic.end_after_save(lambda: self.stop is None or self.stop.asked)
 
     def _name_straggler(self) -> None:
         """Report a rank that is much slower than the others, if there is one."""

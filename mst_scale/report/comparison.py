@@ -25,9 +25,9 @@ from mst_scale.report.style import (
     ratio_axis,
     steps_axis,
 )
-from mst_scale.run_logging.progress import flops_unit
+from mst_scale.units import flops_unit
 
-WARM_UP = 0.03  # share of a run whose loss falls so steeply that it would flatten the rest
+WARM_UP = 0.03  # fraction of a run whose loss falls so steeply that it would flatten the rest
 MARKS = 40  # evaluations marked on a line
 
 

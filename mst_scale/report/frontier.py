@@ -21,7 +21,7 @@ from mst_scale.methods import METHODS
 from mst_scale.report.groups import Group, model_of
 from mst_scale.report.reader import Run, number
 from mst_scale.report.style import MARKERS, Plot, Theme, legend, ratio_axis
-from mst_scale.run_logging.progress import flops_unit
+from mst_scale.units import flops_unit
 
 MAX_LEGEND = 10  # kinds of methods that a legend can distinguish
 BOUND_MARKERS = {"": "o", AT_LEAST: ">", AT_MOST: "<"}

@@ -92,7 +92,7 @@ class Run:
     last: dict[str, Any] = field(default_factory=dict)  # the latest value of every key
     last_val_loss: float | None = None
     spans: list[Span] = field(default_factory=list)
-    spikes: deque[tuple[int, float]] = field(default_factory=deque)  # the highest: (step, gradient norm)
+    spikes: list[tuple[int, float]] = field(default_factory=list)  # the highest: (step, gradient norm)
     spike_count: int = 0
     layers: Layers | None = None
     sparsest: float = 0.0

@@ -115,10 +115,10 @@ def spread(curves: Sequence[Curve]) -> Spread | None:
     return Spread(grid, np.nanmean(table, axis=0), np.nanmin(table, axis=0), np.nanmax(table, axis=0), len(known))
 
 
-def smoothed(curve: Curve, share: float = 0.02) -> Curve:
-    """Return the moving mean over this share of the points, shorter at the ends."""
+def smoothed(curve: Curve, fraction: float = 0.02) -> Curve:
+    """Return the moving mean over this fraction of the points, shorter at the ends."""
     x, y = curve
-    half = max(0, round(len(y) * share / 2))
+    half = max(0, round(len(y) * fraction / 2))
     if not half:
         return curve
     ok = np.isfinite(y)

@@ -212,7 +212,7 @@ def steps_axis(axes: Axes, last: float) -> None:
 
 
 def percent_axis(axes: Axes, label: str) -> None:
-    """Show the shares on the y axis as percentages."""
+    """Show the fractions on the y axis as percentages."""
     axes.set_ylabel(label)
     axes.yaxis.set_major_formatter(ticker.PercentFormatter(1.0, symbol=" %", decimals=None))
 

@@ -17,7 +17,8 @@ from mst_scale.config.deepspeed import precision_of
 from mst_scale.report.groups import Group, flatten
 from mst_scale.report.reader import Run, number, objects, planned_sparsity
 from mst_scale.report.style import PHASES, format_rounded
-from mst_scale.run_logging.progress import clock, flops_unit
+from mst_scale.run_logging.progress import clock
+from mst_scale.units import flops_unit, format_bytes
 
 NONE = "–"
 MAX_EVENTS = 30
@@ -145,17 +146,11 @@ def _format_row(row: dict[str, Any]) -> Facts:
         "reduction, causal": cell("reduction_causal", "{:.2f}×".format),
         "time": cell("seconds", clock),
         "tokens/s": cell("tokens_per_s", "{:,.0f}".format),
-        "memory": cell("peak_memory_bytes", _format_bytes),
-        "states and gradients": cell("state_bytes", _format_bytes),
-        "sent per step": cell("comm_bytes", _format_bytes),
+        "memory": cell("peak_memory_bytes", format_bytes),
+        "states and gradients": cell("state_bytes", format_bytes),
+        "sent per step": cell("comm_bytes", format_bytes),
         "dead units": cell("dead_units", lambda n: f"{n:,.4g} of {row['units'] or 0:,.0f}"),
     }
-
-
-def _format_bytes(count: float) -> str:
-    if count >= 2**30:
-        return f"{count / 2**30:.2f} GiB"
-    return f"{count / 2**20:.0f} MiB" if count >= 10 * 2**20 else f"{count / 2**20:.2g} MiB"
 
 
 def _format_flops(value: float) -> str:
@@ -331,7 +326,7 @@ def _join(*parts: Any) -> str:
 
 
 def _format_length(value: Any) -> str | None:
-    """Format a length: a float is a share of the run, an integer a number of steps."""
+    """Format a length: a float is a fraction of the run, an integer a number of steps."""
     if isinstance(value, float):
         return f"{100 * value:.3g} %"
     return None if value is None else f"{value} steps"

@@ -71,7 +71,7 @@ def _sparsity(run: Run) -> Plot:
             lower.yaxis.set_major_locator(FixedLocator([1, max(strides)]))
         steps_axis(lower, run.step)
 
-    caption = "Share of the weights of the sparse matrices that are masked. Attention of stride 1 is dense."
+    caption = "Fraction of the weights of the sparse matrices that are inactive. Attention of stride 1 is dense."
     return Plot("sparsity", caption, draw, HEIGHT + 0.9 * strided)
 
 
@@ -97,7 +97,7 @@ def _update_fraction(run: Run) -> Plot:
         percent_axis(axes, "update fraction")
         axes.set_ylim(bottom=0)
 
-    caption = "Largest share of the active weights that a topology step replaces."
+    caption = "Largest fraction of the active weights that a topology step replaces."
     return _over_steps(run, "update-fraction", "Update fraction", caption, draw)
 
 
@@ -127,27 +127,27 @@ def _prune_and_grow(run: Run) -> Plot:
 
 def _dead_units(run: Run) -> Plot:
     def draw(axes: Axes, theme: Theme) -> None:
-        shares = {kind: run.series.mean(f"dead:{kind}") for kind in KINDS}
-        shares = {kind: share for kind, share in shares.items() if np.isfinite(share).any()}
-        if not shares:
+        dead = {kind: run.series.mean(f"dead:{kind}") for kind in KINDS}
+        dead = {kind: fraction for kind, fraction in dead.items() if np.isfinite(fraction).any()}
+        if not dead:
             raise Missing("metrics.jsonl does not count units: the run is dense, or its model's units are not known")
-        if not any(_varies(share) for share in shares.values()):
-            values = ", ".join(f"{_percent(np.nanmax(share))} of {KINDS[kind]}" for kind, share in shares.items())
+        if not any(_varies(fraction) for fraction in dead.values()):
+            values = ", ".join(f"{_percent(np.nanmax(fraction))} of {KINDS[kind]}" for kind, fraction in dead.items())
             raise Missing(f"they are constant, {values}")
-        for i, (kind, share) in enumerate(shares.items()):
-            axes.plot(run.series.last("step"), share, label=KINDS[kind], **line_look(theme, i))
+        for i, (kind, fraction) in enumerate(dead.items()):
+            axes.plot(run.series.last("step"), fraction, label=KINDS[kind], **line_look(theme, i))
         percent_axis(axes, "dead units")
-        axes.set_ylim(0, max(0.01, 1.1 * max(float(np.nanmax(share)) for share in shares.values())))
+        axes.set_ylim(0, max(0.01, 1.1 * max(float(np.nanmax(fraction)) for fraction in dead.values())))
 
     caption = (
-        "Share of neurons and of channels of a head that no gradient reaches, because their weights are zero; "
+        "Fraction of the neurons and of the heads' channels that no gradient reaches, because their weights are zero; "
         "mst.topology.revive_dead_units gives them weights when the masks are removed."
     )
     return _over_steps(run, "dead-units", "Dead units", caption, draw)
 
 
-def _percent(share: float) -> str:
-    return f"{100 * share:.3g} %"
+def _percent(fraction: float) -> str:
+    return f"{100 * fraction:.3g} %"
 
 
 class LayerMap(NamedTuple):
@@ -171,7 +171,7 @@ _COUNTS = (
 LAYER_MAPS = (
     LayerMap(
         "churn", "churn", "churn", "Churn of each layer", "changes of mask bits",
-        "Changes of a layer's mask bits as a share of its weights, summed over the topology steps between two logged "
+        "Changes of a layer's mask bits, as a fraction of its weights, over all topology steps between two logged "
         "rows: a bit that flips back counts twice. Blank where none changed.",
         "no mask bit changed at a topology step", _percent, lambda low, high: LogNorm(max(low, 1e-5), max(high, 1e-4)),
     ),
@@ -185,8 +185,8 @@ LAYER_MAPS = (
         for what in ("pruned", "grown")
     ),
     LayerMap(
-        "exploration", "ever_active", "ever active", "Exploration of each layer (ITOP)", "share ever active",
-        "Share of a layer's weights that were active at any time so far.",
+        "exploration", "ever_active", "ever active", "Exploration of each layer (ITOP)", "fraction ever active",
+        "Fraction of a layer's weights that were active at any time so far.",
         "weights that were ever active were not counted (mst.topology.track_coverage)", _percent,
         lambda low, high: Normalize(0, 1),
     ),
@@ -263,7 +263,7 @@ def _densities(run: Run) -> Plot:
 
     rule = str(run.setting("mst", "sparsity", "distribution"))
     name = {"erdos-renyi": "Erdős–Rényi: ", "erk": "Erdős–Rényi kernel: ", "uniform": "Uniform: "}.get(rule, "")
-    return Plot("densities", f"{name}share of active weights in each layer where the run was sparsest.", draw)
+    return Plot("densities", f"{name}fraction of active weights in each layer where the run was sparsest.", draw)
 
 
 def _columns(run: Run, *columns: str) -> list[np.ndarray]:

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
+from matplotlib.colorbar import Colorbar
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, MaxNLocator, NullLocator
 
@@ -48,27 +49,17 @@ def _heat_map(run: Run, name: str) -> Plot:
         grid = grid.T if single else grid
         # one scale for all phases: the largest cells, without outliers that would make the rest dark
         top = max(float(np.quantile(s.weights[name], 0.995)) for s in shown) or 1.0
-        rows: list[tuple[str, str, list[np.ndarray], dict[str, Any]]] = [
-            ("weights", "mean |w|", [s.weights[name] for s in shown], {"cmap": MAP, "vmin": 0, "vmax": top}),
-            ("mask", "active", [s.active[name] for s in shown], {"cmap": "gray", "vmin": 0, "vmax": 1}),
-        ]
-        for line, (what, label, images, look) in zip(grid, rows, strict=False):
-            for axes, image in zip(line, images, strict=True):
-                drawn = axes.imshow(image, interpolation="nearest", **look)
-                axes.set(xticks=[], yticks=[], aspect="auto")
-                axes.grid(visible=False)
-                if not single:
-                    axes.set_box_aspect(min(1.4, max(0.7, image.shape[0] / image.shape[1])))
-                axes.spines[:].set_visible(True)
-            line[0].set_ylabel(what, fontsize=10)
-            bar = figure.colorbar(drawn, ax=list(line), pad=0.02, aspect=12)
-            bar.set_label(label, fontsize=9.5)
-            bar.ax.yaxis.set_major_locator(MaxNLocator(3))
-            bar.ax.tick_params(labelsize=8.5)
-            bar.outline.set_edgecolor(theme.axis)
-            if what == "mask":
-                bar.ax.yaxis.set_major_locator(FixedLocator([0, 0.5, 1]))
-                bar.ax.yaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
+        bar = _draw_images(figure, theme, grid[0], [s.weights[name] for s in shown], single, cmap=MAP, vmin=0, vmax=top)
+        bar.set_label("mean |w|", fontsize=9.5)
+        bar.ax.yaxis.set_major_locator(MaxNLocator(3))
+        grid[0][0].set_ylabel("weights", fontsize=10)
+        if masked:
+            active = [s.active[name] for s in shown]
+            bar = _draw_images(figure, theme, grid[1], active, single, cmap="gray", vmin=0, vmax=1)
+            bar.set_label("active", fontsize=9.5)
+            bar.ax.yaxis.set_major_locator(FixedLocator([0, 0.5, 1]))
+            bar.ax.yaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
+            grid[1][0].set_ylabel("mask", fontsize=10)
         when = "in" if run.from_checkpoint else "end of"
         for column, snapshot in zip(grid.T, shown, strict=True):
             for upper in column if single else column[:1]:
@@ -88,6 +79,23 @@ def _heat_map(run: Run, name: str) -> Plot:
     key, kind = (as_key(n.removesuffix(".weight")) for n in (name, kind_of(name).replace("*", "n")))
     height, choice = 4.2 if masked and not single else 2.6, f"block {block_of(name)}"
     return Plot(f"weights-{key}", scale, draw, height, place=f"weights-{kind}", choice=choice)
+
+
+def _draw_images(
+    figure: Figure, theme: Theme, row: Sequence[Axes], images: Sequence[np.ndarray], single: bool, **look: Any
+) -> Colorbar:
+    """Draw images side by side with one scale, and return its colour bar; a `single` one may have any shape."""
+    for axes, image in zip(row, images, strict=True):
+        drawn = axes.imshow(image, interpolation="nearest", **look)
+        axes.set(xticks=[], yticks=[], aspect="auto")
+        axes.grid(visible=False)
+        if not single:
+            axes.set_box_aspect(min(1.4, max(0.7, image.shape[0] / image.shape[1])))
+        axes.spines[:].set_visible(True)
+    bar = figure.colorbar(drawn, ax=list(row), pad=0.02, aspect=12)
+    bar.ax.tick_params(labelsize=8.5)
+    bar.outline.set_edgecolor(theme.axis)
+    return bar
 
 
 def _deviations_by_layer(run: Run) -> Plot:

@@ -26,7 +26,7 @@ from statistics import median
 from typing import Any, NamedTuple, TextIO
 
 from mst_scale.comm import launched_rank, may_rewrite
-from mst_scale.units import flops_unit as flops_unit  # noqa: PLC0414  (report imports it from here)
+from mst_scale.units import flops_unit
 
 MIN_SECONDS = 0.5  # shorter parts of the startup are not listed
 WINDOW = 64  # steps in a median

@@ -130,6 +130,10 @@ class Schedule:
                     start, value = step, sparsity
             yield Segment(start, phase.stop, phase.name, value)
 
+    def sparsest(self) -> Segment:
+        """Return the longest of the segments with the highest sparsity."""
+        return max(self.segments(), key=lambda segment: (segment.sparsity, segment.stop - segment.start))
+
     def mean(self, value: Callable[[Segment], float]) -> float:
         """Return the mean over all steps of a quantity that is constant within a segment."""
         return math.fsum(value(s) * (s.stop - s.start) for s in self.segments()) / self.total_steps

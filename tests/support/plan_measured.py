@@ -19,7 +19,7 @@ from mst_scale.config import load
 from mst_scale.mixed_growing import top_k
 from mst_scale.models.bert import BERT
 from mst_scale.models.gpt import GPT
-from mst_scale.pretrain.prepare import parameter_groups
+from mst_scale.pretrain.building import parameter_groups
 
 COLLECTIVES = ("all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor", "broadcast", "all_gather", "reduce",
                "reduce_scatter", "_all_gather_base", "_reduce_scatter_base", "all_to_all_single")  # fmt: skip

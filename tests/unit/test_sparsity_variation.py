@@ -44,6 +44,12 @@ def test_the_preset_averages_to_the_papers_flops():
     assert PAPER.mean(gpt2_small_gflops) == pytest.approx(219.45, abs=0.005)  # printed to two decimals
 
 
+def test_the_sparsest_segment_is_the_longest_at_the_highest_sparsity():
+    assert PAPER.sparsest() == Segment(10_000, 110_000, "ultra", 0.96)
+    brief = resolved(100, warmup=0, ultra=5, restore=40, max=0.5, restore_moves="staged", stages=5)
+    assert brief.sparsest() == Segment(5, 13, "restore", 0.5), "the first stage of the restoration is as sparse"
+
+
 def mean_sparsity(schedule) -> float:
     return schedule.mean(lambda segment: segment.sparsity)
 

@@ -11,6 +11,7 @@ from tests.ranks.engine.test_engine import invariants, masks_from_given_scores
 from tests.ranks.sparse_linear.test_training import config as gpt_config
 from tests.ranks.sparse_linear.test_training import losses_and_masks, mean_over_ranks
 from tests.support import block_oracle, pool
+from tests.support.messages import logged
 from tests.support.toy_engine import OFFLOAD, mst_config, shas, train
 from tests.support.toys import toy
 
@@ -98,22 +99,11 @@ def test_a_checkpoint_goes_on_in_the_same_blocks_and_in_no_other(tmp_path):
     assert inspect(tmp_path / "here").granularity == BLOCKS
 
 
-class Kept(logging.Handler):
-    def __init__(self):
-        super().__init__(logging.WARNING)
-        self.messages = []
-
-    def emit(self, record):
-        self.messages.append(record.getMessage())
-
-
 def warnings_at_the_start(rank, world):
-    kept = Kept()
-    logging.getLogger("mst_scale").addHandler(kept)
     config = mst_config(0, 1, topology={"granularity": {"block": 4, "min_blocks": 3}})
-    mst_scale.initialize(model=toy(), config=config)
-    logging.getLogger("mst_scale").removeHandler(kept)
-    return kept.messages
+    with logged(logging.WARNING) as found:
+        mst_scale.initialize(model=toy(), config=config)
+    return found
 
 
 def test_layers_that_cannot_reach_the_target_are_named():

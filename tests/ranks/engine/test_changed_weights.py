@@ -10,6 +10,7 @@ import torch
 import mst_scale
 from mst_scale.errors import UserError
 from tests.support import pool
+from tests.support.messages import logged
 from tests.support.toy_engine import STAGES, full, mst_config, read_by_forward, train, watched
 from tests.support.toys import toy, toy_batch
 
@@ -54,13 +55,8 @@ def said(call):
 
 def warned(call):
     """What a call says on the way, as warnings."""
-    found, handler = [], logging.Handler(logging.WARNING)
-    handler.emit = lambda record: found.append(record.getMessage())
-    logging.getLogger("mst_scale").addHandler(handler)
-    try:
+    with logged(logging.WARNING) as found:
         call()
-    finally:
-        logging.getLogger("mst_scale").removeHandler(handler)
     return found
 
 

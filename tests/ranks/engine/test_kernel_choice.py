@@ -13,6 +13,7 @@ from mst_scale import zero_shards
 from mst_scale.sparse_linear import dispatch
 from tests.support import pool
 from tests.support.compact_pairs import constant_config
+from tests.support.messages import logged
 from tests.support.toy_engine import mst_config, train
 from tests.support.toys import toy
 
@@ -24,22 +25,15 @@ def run(  # noqa: PLR0917
 ) -> dict[str, Any]:
     """A run on a machine where all layers have the crossover `found`, from the checkpoint that there is."""
     resume = (Path(folder) / "saved").is_dir()
-    lines: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
-    log = logging.getLogger("mst_scale")
     asked = []
 
     def crossovers_of(device: str, block: int, layers: Any, interval: int | None) -> Any:
         asked.append(rank)
         return {(dtype, shape): found for dtype, shape, _ in layers}
 
-    with pytest.MonkeyPatch.context() as patch:
+    with pytest.MonkeyPatch.context() as patch, logged(logging.INFO) as lines:
         patch.setattr(dispatch, "SMALLEST", 1)
         patch.setattr(dispatch, "crossovers_of", crossovers_of)
-        log.addHandler(handler)
-        level = log.level
-        log.setLevel(logging.INFO)
         config = mst_config(stage, world, steps=STEPS)
         if compact:
             config = constant_config(stage, world, "auto", policy="rigl", backend="auto")
@@ -56,8 +50,6 @@ def run(  # noqa: PLR0917
                 sparse.append(sum(p.index is not None for p in engine.mst.compute.layers.products.values()))
             if step + 1 == SAVED and not resume:
                 engine.save_checkpoint(folder, "saved")
-        log.removeHandler(handler)
-        log.setLevel(level)
     return {
         "losses": losses,
         "sparse": sparse,

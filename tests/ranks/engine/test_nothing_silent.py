@@ -13,6 +13,7 @@ from mst_scale.errors import UserError
 from mst_scale.zero_shards import loss_scale
 from tests.ranks.engine.test_own_models import hugging_face
 from tests.support import pool
+from tests.support.messages import logged
 from tests.support.toy_engine import STAGES, mst_config, shas, train
 from tests.support.toys import allow_fp16, deepspeed_config, toy
 
@@ -234,14 +235,8 @@ def what_is_said(rank, world, model, config):
 
 
 def warnings_of(rank, world, model, config):
-    found = []
-    handler = logging.Handler(logging.WARNING)
-    handler.emit = lambda record: found.append(record.getMessage())
-    logging.getLogger("mst_scale").addHandler(handler)
-    try:
+    with logged(logging.WARNING) as found:
         mst_scale.initialize(model=model(), config=config)
-    finally:
-        logging.getLogger("mst_scale").removeHandler(handler)
     return found
 
 

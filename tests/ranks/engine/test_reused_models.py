@@ -1,5 +1,7 @@
 """A model that an earlier engine trained sparsely, in another engine; and passes that are not the engine's."""
 
+import logging
+
 import pytest
 import torch
 
@@ -8,6 +10,7 @@ from mst_scale import zero_shards
 from mst_scale.errors import UserError
 from tests.support import pool
 from tests.support.compact_pairs import constant_config, looked_at, started
+from tests.support.messages import logged
 from tests.support.toy_engine import mst_config, train
 from tests.support.toys import toy, toy_batch
 
@@ -174,14 +177,8 @@ def test_states_that_would_belong_to_other_weights_are_rejected(tmp_path):
 
 def loads_dense_weights(rank, world):
     engine = started(constant_config(0, world, "auto"))
-    said = []
-    import logging
-
-    handler = logging.Handler(logging.WARNING)
-    handler.emit = lambda record: said.append(record.getMessage())
-    logging.getLogger("mst_scale").addHandler(handler)
-    engine.module.load_state_dict({name: torch.ones_like(value) for name, value in toy().state_dict().items()})
-    logging.getLogger("mst_scale").removeHandler(handler)
+    with logged(logging.WARNING) as said:
+        engine.module.load_state_dict({name: torch.ones_like(value) for name, value in toy().state_dict().items()})
     assert zero_shards.indexes_of(engine.module)
     return said
 

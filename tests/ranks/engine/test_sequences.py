@@ -17,6 +17,7 @@ from mst_scale.config.blocks import ModelConfig
 from mst_scale.models.bert import BERT
 from tests.support import pool
 from tests.support.cut_sequences import SHAPE, batch, config, mesh_of, mine, model, train
+from tests.support.messages import logged
 from tests.support.toy_engine import STAGES, mst_config, shas
 from tests.support.toys import deepspeed_config, toy
 
@@ -215,14 +216,9 @@ def warnings(rank: int, world: int) -> list[str]:
     from mst_scale.hybrid_sparse_attention import SelfAttention
 
     speak()
-    said: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("mst_scale").addHandler(handler)
-    with mesh_of(2) as mesh:
+    with logged(logging.INFO) as said, mesh_of(2) as mesh:
         for own in (toy(), nn.Sequential(SelfAttention(8, 2)), model()):
             cut_sequences(own, mesh)
-    logging.getLogger("mst_scale").removeHandler(handler)
     return [line for line in said if "sequences are split" in line]
 
 

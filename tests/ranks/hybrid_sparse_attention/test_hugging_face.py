@@ -10,6 +10,7 @@ import mst_scale
 from mst_scale.hybrid_sparse_attention import Pattern, attach, set_pattern
 from mst_scale.hybrid_sparse_attention.hugging_face import hugging_face_attention, unsupported_reason
 from tests.support import pool
+from tests.support.messages import logged
 from tests.support.toys import deepspeed_config
 
 LENGTH = 24
@@ -131,16 +132,8 @@ def train(rank, world, make, more):
         "attention": {"pattern": "strided", "stride": 5},
         "targets": {"include": ["*layers.*" if make is llama else "transformer.h.*"], "lm_head": False},
     }
-    said: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: said.append(f"{record.levelname} {record.getMessage()}")
-    logger = logging.getLogger("mst_scale")
-    logger.addHandler(handler)
-    level = logger.level
-    logger.setLevel(logging.INFO)  # and not an assignment, which does not clear what the logger has cached
-    engine, *_ = mst_scale.initialize(model=make(**more), config=config)
-    logger.removeHandler(handler)
-    logger.setLevel(level)
+    with logged(logging.WARNING) as warnings:
+        engine, *_ = mst_scale.initialize(model=make(**more), config=config)
     text = torch.arange(8 * LENGTH).view(8, LENGTH) % 7
     losses, patterns = [], []
     for _ in range(12):
@@ -150,7 +143,7 @@ def train(rank, world, make, more):
         engine.step()
         losses.append(float(loss.detach()))
         patterns.append(kinds)
-    return losses, patterns, engine.mst.schedule.sparse_until, said
+    return losses, patterns, engine.mst.schedule.sparse_until, warnings
 
 
 @pytest.mark.parametrize("make", [gpt2, llama])
@@ -161,11 +154,13 @@ def test_the_pattern_switches_by_schedule(make):
 
 
 def test_an_unsupported_case_gives_the_reason():
-    for losses, patterns, _, said in pool.run(train, 2, gpt2, {"attn_pdrop": 0.1}):
+    found = pool.run(train, 2, gpt2, {"attn_pdrop": 0.1})
+    for losses, patterns, _, _ in found:
         assert patterns == [set()] * 12 and losses[-1] < losses[0]
-        (line,) = (line for line in said if "attention stays dense" in line)
-        assert line.startswith("WARNING ") and "attention stays dense: GPT2Config has attn_pdrop = 0.1" in line
-        assert "attn_pdrop=0.0" in line and "from_pretrained" in line
+    warnings = found[0][3]  # those of the first rank are shown
+    (line,) = (line for line in warnings if "attention stays dense" in line)
+    assert "attention stays dense: GPT2Config has attn_pdrop = 0.1" in line
+    assert "attn_pdrop=0.0" in line and "from_pretrained" in line
 
 
 @pytest.mark.parametrize("sinks", [torch.ones(2), torch.zeros(1)])

@@ -359,7 +359,7 @@ def test_help_shows_how_it_is_started():
 def test_weight_decay_is_for_matrices_alone():
     from mst_scale.config import load
     from mst_scale.models.gpt import GPT
-    from mst_scale.pretrain.prepare import parameter_groups
+    from mst_scale.pretrain.building import parameter_groups
 
     shape = {"n_layer": 1, "n_head": 2, "n_embd": 8, "seq_length": 8, "vocab_size": 10, "vocab_multiple": 1}
     experiment = load({"model": {**shape, "bias": True}})

@@ -10,7 +10,7 @@ from mst_scale.config.check import check
 from mst_scale.config.deepspeed import DeepSpeedKeys
 from mst_scale.config.load import BLOCKS
 from mst_scale.errors import UserError
-from mst_scale.pretrain.schedules import learning_rate
+from mst_scale.pretrain.learning_rate import learning_rate
 from mst_scale.validation import ZeroOr, keys_of
 
 MINIMAL = {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}}

@@ -119,9 +119,18 @@ def test_options_of_the_launcher_after_config(words):
         slurm.main(["demo", *words])
 
 
-def test_a_sweep_of_an_unknown_method():
-    with pytest.raises(UserError, match="nope"):
-        sweep.main(["--methods", "dense,nope", "--dry-run", "demo"])
+@pytest.mark.parametrize(
+    ("methods", "says"),
+    [
+        ("dense,nope", "unknown method 'nope'"),
+        ("Dense", "unknown method 'Dense': the nearest is 'dense'"),
+        ("dense, mst", "unknown method ' mst': the nearest is 'mst'"),
+        ("dense,,mst", "separate the names with commas"),
+    ],
+)
+def test_a_sweep_of_an_unknown_method(methods, says):
+    with pytest.raises(UserError, match=says):
+        sweep.main(["--methods", methods, "--dry-run", "demo"])
 
 
 @pytest.mark.parametrize("stated", ["abc", "-1", "nan", "inf"])

@@ -2,7 +2,7 @@ import pytest
 
 from mst_scale.config import TrainingConfig, load
 from mst_scale.config.check import check
-from mst_scale.pretrain.schedules import MASKED, learning_rate, rate_ratio, set_groups
+from mst_scale.pretrain.learning_rate import MASKED, learning_rate, rate_ratio, set_groups
 
 PAPER = TrainingConfig()
 

@@ -6,6 +6,7 @@ import pytest
 
 from mst_scale.config import load
 from mst_scale.report import summary
+from mst_scale.report.groups import group_runs
 from mst_scale.report.reader import Reader
 from tests.support import reported_runs as runs
 
@@ -23,3 +24,18 @@ def test_a_limit_of_the_sparse_phase_is_stated_with_the_phases_that_follow_from_
     sparse = 0.5 * run.model.weights / (run.deepspeed["train_batch_size"] * run.model.seq_length)
     assert run.schedule.sparse_until == pytest.approx(sparse, abs=1) and sparse < 500
     assert f"restoration to step {run.schedule.sparse_until}, dense to step 600" in facts["phases"]
+
+
+def test_sizes_have_the_units_of_plans(tmp_path):
+    folder = runs.write(tmp_path / "run", steps=600)
+    sizes = {"peak_memory_bytes": 12_900_000_000, "state_bytes": 201_000_000, "comm_bytes": 4_200}
+    rows = [json.loads(line) | sizes for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    reader = Reader(folder)
+    reader.update()
+    cells = dict(summary.results(group_runs([reader.run])).rows)
+    assert [cells[name] for name in ("memory", "states and gradients", "sent per step")] == [
+        "12.9 GB",
+        "201 MB",
+        "4.2 kB",
+    ]

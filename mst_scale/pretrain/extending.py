@@ -1,16 +1,4 @@
-"""Computes the learning rate of each step, and extends runs or branches off them with another schedule length.
-
-The rate depends on the step only, so a resumed run only needs its step. After a linear warm-up:
-
-    cosine  lr = min + (peak - min) · (1 + cos(π x)) / 2, x = progress from the end of the warm-up to the last step
-    wsd     lr = peak, then a linear decay to min over the last `decay` steps (warm-up, stable, decay)
-
-If the warm-up and the decay of `wsd` overlap, the smaller of the two rates applies. Earlier versions followed the
-warm-up to its end, and the rate then fell at once; the variant `rewarm` of the study `phases` was trained like that.
-
-With `training.restart`, the schedule including its warm-up restarts at that step: each part is a separate schedule. Use
-`wsd` for sparse training, because with `cosine` the rate is already low when the masks are removed. Matrices that can
-be masked may have a higher rate while they are sparse (`training.sparse_rate`).
+"""Extends runs to more steps, and lets runs branch off another one and decay their learning rate from there.
 
 A run can be extended to more steps than it was started with (`--steps`), and a run can branch off another one and decay
 its learning rate from there (`--branch-decay-from`): with WSD, one long run (the trunk) shares its first steps with
@@ -22,77 +10,20 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
-from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from mst_scale.checkpoints import finding, manifests
 from mst_scale.comm import Ranks, logger
-from mst_scale.config import Experiment, TrainingConfig, in_steps, load_of_run, resolve, to_dict
+from mst_scale.config import Experiment, in_steps, load_of_run, resolve, to_dict
 from mst_scale.errors import UserError
+from mst_scale.pretrain.learning_rate import learning_rate
 from mst_scale.pretrain.resume import saved_config
 
-MASKED = "can_be_masked"  # key of the parameter group of matrices that can be masked
 BRANCH = "--branch-decay-from"
 # Blocks and keys that determine the steps before a branch; durations are compared one by one.
 SAME_IN_BRANCH = ("model", "data", "mst", "optimizer", "gradient_clipping", "fp16", "bf16")
 IN_STEPS = "set mst.sparsity, mst.topology.interval and mst.attention.dense_from in steps (integers)"
-
-
-# --- the learning rate ---
-
-
-def learning_rate(step: int, peak: float, training: TrainingConfig) -> float:
-    """Return the learning rate of the update from `step` to `step + 1`."""
-    total = training.steps
-    warmup, restart = in_steps(training.warmup, total), in_steps(training.restart, total)
-    if step < restart:
-        total = restart
-    elif restart:
-        step, total = step - restart, total - restart
-    if training.lr_schedule == "cosine":
-        left = 0.5 * (1 + math.cos(math.pi * min(1.0, max(0, step - warmup) / max(1, total - warmup))))
-    else:
-        left = min(1.0, max(0, total - step) / max(1, in_steps(training.decay, total)))
-    decayed = training.min_lr + (peak - training.min_lr) * left
-    if step >= warmup:
-        return decayed
-    risen = peak * (step + 1) / warmup
-    return min(risen, decayed) if left < 1 else risen
-
-
-def rate_ratio(group: Mapping[str, Any], params: Mapping[str, Any]) -> float:
-    """Return a group's learning rate divided by optimizer.params.lr; Muon may set separate rates for two groups."""
-    if "use_muon" not in group:
-        return 1.0
-    return float(params.get("muon_lr" if group["use_muon"] else "adam_lr", params["lr"]) / params["lr"])
-
-
-def set_groups(groups: Iterable[dict[str, Any]], step: int, peak: float, experiment: Experiment) -> None:
-    """Set learning rate and weight decay of each parameter group for the update from `step` to `step + 1`."""
-    params = experiment.deepspeed["optimizer"].get("params", {})
-    rate = learning_rate(step, peak, experiment.training)
-    rate_factor, decay_factor = _sparse_factors(step, experiment)
-    found = False
-    for group in groups:
-        group["lr"] = rate * rate_ratio(group, params)
-        if MASKED in group:
-            found = True
-            group["lr"] *= rate_factor
-            if "weight_decay" in params:  # a resumed run may have had another factor
-                group["weight_decay"] = decay_factor * params["weight_decay"]
-    if experiment.treats_masked_apart and not found:
-        raise RuntimeError("the optimizer has lost its parameter group of matrices that can be masked")
-
-
-def _sparse_factors(step: int, experiment: Experiment) -> tuple[float, float]:
-    """Return the factors on learning rate and weight decay of matrices that can be masked, at the sparsity of `step`.
-
-    They are density^-training.sparse_rate, and training.sparse_decay while the target density is below 1.
-    """
-    density = 1.0 - experiment.schedule.at(step).sparsity
-    return density**-experiment.training.sparse_rate, experiment.training.sparse_decay if density < 1 else 1.0
 
 
 # --- where two experiments differ ---
@@ -151,34 +82,35 @@ class SharedSteps:
 
 def _shared_steps(before: Experiment, longer: Experiment, out: Path) -> SharedSteps:
     """Return up to which step both experiments train identically; `out` is named in the advice."""
-    training, steps = before.training, before.training.steps
-    decay = steps - in_steps(training.decay, steps)
-    until = last = steps  # those of the rate; those that could be shared if all durations were in steps
-    reasons, fixes = [], []
-    hopeless = None
-    if (step := _first_rate_difference(longer, before, steps)) is not None:
-        until = last = step
-        restart = f"start another run from these weights (--init {out})"
-        if "cosine" in (training.lr_schedule, longer.training.lr_schedule):
-            reasons, fixes = (
-                ["a cosine learning rate depends on the length of the run"],
-                [f"{restart}, or train with wsd"],
-            )
-        elif training.restart and step < in_steps(training.restart, steps):
-            reasons = ["the learning rate of the longer run would restart later"]
-            fixes = [f"{restart}, or set training.restart in steps"]
-        elif step < decay:
-            reasons = ["the learning rate of the longer run would have another warm-up"]
-            fixes = [f"add --set training.warmup={in_steps(training.warmup, steps)}"]
-            last = hopeless = decay + 1
-        else:
-            reasons, hopeless = [f"the learning rate decays from step {step:,} on"], step
+    rates = _shared_rates(before, longer, out)
+    last = rates.until if rates.decay is None else rates.decay  # that could be shared if all durations were in steps
     # masks and pattern of a step are prepared at the end of the previous one, hence the + 1 and - 2
-    if (step := _first_mask_difference(longer, before, last + 1)) is not None:
-        reasons.append(f"sparsity, topology or attention of the longer run differs at step {step:,}")
-        fixes.append(IN_STEPS)
-        until = min(until, step - 2)
-    return SharedSteps(until, ", and ".join(reasons), ", and ".join(fixes), hopeless)
+    step = _first_mask_difference(longer, before, last + 1)
+    if step is None:
+        return rates
+    reasons = [rates.reason, f"sparsity, topology or attention of the longer run differs at step {step:,}"]
+    reason, fix = (", and ".join(filter(None, parts)) for parts in (reasons, (rates.fix, IN_STEPS)))
+    return SharedSteps(min(rates.until, step - 2), reason, fix, rates.decay)
+
+
+def _shared_rates(before: Experiment, longer: Experiment, out: Path) -> SharedSteps:
+    """Return up to which step both experiments have the same learning rate."""
+    training, steps = before.training, before.training.steps
+    step = _first_rate_difference(longer, before, steps)
+    if step is None:
+        return SharedSteps(steps)
+    restart, decay = f"start another run from these weights (--init {out})", steps - in_steps(training.decay, steps)
+    if "cosine" in (training.lr_schedule, longer.training.lr_schedule):
+        return SharedSteps(
+            step, "a cosine learning rate depends on the length of the run", f"{restart}, or train with wsd"
+        )
+    if training.restart and step < in_steps(training.restart, steps):
+        reason = "the learning rate of the longer run would restart later"
+        return SharedSteps(step, reason, f"{restart}, or set training.restart in steps")
+    if step < decay:
+        fix = f"add --set training.warmup={in_steps(training.warmup, steps)}"
+        return SharedSteps(step, "the learning rate of the longer run would have another warm-up", fix, decay + 1)
+    return SharedSteps(step, f"the learning rate decays from step {step:,} on", decay=step)
 
 
 def find_extension_start(
