@@ -257,10 +257,10 @@ def test_seeds_of_different_length_are_averaged_where_they_are(tmp_path):
 
 def test_smoothing_keeps_a_line_and_its_ends():
     x = np.arange(101.0)
-    _, y = smoothed((x, 3 * x + 1), share=0.1)
+    _, y = smoothed((x, 3 * x + 1), fraction=0.1)
     np.testing.assert_allclose(y, 3 * x + 1)
     noisy = np.where(np.arange(101) % 2 == 0, 1.0, -1.0)
-    assert np.abs(smoothed((x, noisy), share=0.1)[1][10:90]).max() < 0.2
+    assert np.abs(smoothed((x, noisy), fraction=0.1)[1][10:90]).max() < 0.2
 
 
 # --- thinned series ---
