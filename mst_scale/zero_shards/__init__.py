@@ -22,6 +22,8 @@ muon          Muon in one place at every stage
 powers        Adam's powers of its betas on a CPU, from the count of updates alone
 backward_passes rejects a backward pass that would replace the gradient of another one
 unused_layers a gradient of zero for parameters that a step does not use, at stage 3 and with offload
+optimizer_checks an optimizer that DeepSpeed or torch would reject with a traceback
+adagrad       keeps Adagrad's parameter groups, which DeepSpeed drops at stages 1 to 3
 settings      settings of the optimizer that differ from those of a checkpoint
 same_optimizer rejects optimizer states that belong to other parameters or to another optimizer
 saving        saves that fail together, loads that carry masks, universal checkpoints at every stage
@@ -33,6 +35,7 @@ universal     DeepSpeed's universal layout, for every stage
 
 # ruff: noqa: F401 (the names that other packages use)
 
+from mst_scale.zero_shards.adagrad import keeping_groups
 from mst_scale.zero_shards.autotp import FORWARDS, asserted_of_cutting, check_cuttable, is_linear
 from mst_scale.zero_shards.byte_counts import comm_bytes, state_bytes
 from mst_scale.zero_shards.compact_marks import index_of, indexes_of, is_compact, mark, mark_model
@@ -50,6 +53,7 @@ from mst_scale.zero_shards.held_values import HeldValue, held_values
 from mst_scale.zero_shards.hooks import HOOKS, install
 from mst_scale.zero_shards.logical import TABLES, cut_of, is_cut, named_parameters, shape_of
 from mst_scale.zero_shards.muon import shapes as muon_shapes
+from mst_scale.zero_shards.optimizer_checks import check_configured_optimizer, checked_optimizer
 from mst_scale.zero_shards.other_layout import checkpoint_to_reshape
 from mst_scale.zero_shards.put_weights import (
     is_matrix,
