@@ -20,7 +20,7 @@ put_weights   writes weights and optimizer states into a live engine; makes and 
 handover      hands them from one engine to the next in the same process, and frees the first
 muon          Muon in one place at every stage
 powers        Adam's powers of its betas on a CPU, from the count of updates alone
-backward_passes rejects a backward pass that would replace the gradient of another one
+backward_passes rejects a backward pass that would replace the gradient of another one, and loads within a step
 unused_layers a gradient of zero for parameters that a step does not use, at stage 3 and with offload
 optimizer_checks an optimizer that DeepSpeed or torch would reject with a traceback
 adagrad       keeps Adagrad's parameter groups, which DeepSpeed drops at stages 1 to 3
@@ -37,6 +37,7 @@ universal     DeepSpeed's universal layout, for every stage
 
 from mst_scale.zero_shards.adagrad import keeping_groups
 from mst_scale.zero_shards.autotp import FORWARDS, asserted_of_cutting, check_cuttable, is_linear
+from mst_scale.zero_shards.backward_passes import check_no_step_under_way
 from mst_scale.zero_shards.byte_counts import comm_bytes, state_bytes
 from mst_scale.zero_shards.compact_marks import index_of, indexes_of, is_compact, mark, mark_model
 from mst_scale.zero_shards.compact_store import CompactStore, Store, shards_of
