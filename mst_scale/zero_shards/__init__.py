@@ -92,6 +92,7 @@ from mst_scale.zero_shards.step import (
     check_optimized,
     clip_factor,
     grad_norm,
+    has_constant_scale,
     has_engine,
     has_gradients,
     has_moments,

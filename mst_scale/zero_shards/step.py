@@ -265,6 +265,11 @@ def loss_scale(engine: Any) -> float:
     return float(config.cur_scale if config is not None else optimizer.loss_scale)
 
 
+def has_constant_scale(engine: Any) -> bool:
+    """Return whether the loss scale is not reduced after an overflow (fp16.loss_scale)."""
+    return bool(engine.fp16_enabled()) and not engine.dynamic_loss_scale()
+
+
 def _norm_scale(engine: Any) -> float:
     """Return the loss scale if the optimizer reports the norm of the scaled gradient; the others divide by it first."""
     return loss_scale(engine) if type(engine.optimizer).__name__ == "FP16_UnfusedOptimizer" else 1.0
