@@ -101,7 +101,6 @@ from mst_scale.zero_shards.step import (
     on_zero_grad,
     optimized,
     optimizer_name,
-    passes_of_a_step,
     pipeline_losses,
     place_scheduler,
     sets_boundaries,
