@@ -44,12 +44,14 @@ def warm_start(engine: Any, checkpoint: Path | str, *, weights_only: bool = Fals
         The step at which the run continues.
 
     Raises:
-        UserError: The engine has already taken a step, or a parameter has another shape in the checkpoint.
+        UserError: The engine has already taken a step, a step is under way, or a parameter has another shape in the
+            checkpoint.
         Damaged: A file of the checkpoint is damaged.
     """
     source = Path(checkpoint)
     if engine.global_steps:
         raise UserError("call warm_start before the first step: this engine has already taken steps")
+    zero_shards.check_no_step_under_way(engine, "warm_start")
     if not weights_only:
         engine.mst.loading(source)
     functions = None if weights_only or engine.mst.functions is None else functions_of(source)

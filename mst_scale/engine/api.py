@@ -150,6 +150,8 @@ def _check_arguments(model: torch.nn.Module, optimizer: Any, experiment: Experim
         )
     if optimizer is None and experiment.deepspeed.get("optimizer") is None:
         raise UserError('there is no optimizer: add "optimizer" to the config, or pass one to mst_scale.initialize')
+    if optimizer is None:
+        zero_shards.check_configured_optimizer(experiment.deepspeed)
     if zero_shards.has_engine(optimizer):
         raise UserError("an earlier engine has this optimizer, and masks what it updates: create one for each engine")
 
@@ -177,7 +179,9 @@ def _create_engine(
     if others.get("mpu") is None and not isinstance(model, deepspeed.PipelineModule):
         zero_shards.forget_mpu()
     parameters = make_compact(model, experiment, optimizer, parameters, others)
-    with announced(), zero_shards.asserted_of_cutting(model, sizes_of(experiment.deepspeed).tensor):
+    optimizer = zero_shards.checked_optimizer(optimizer, experiment.deepspeed)
+    cutting = zero_shards.asserted_of_cutting(model, sizes_of(experiment.deepspeed).tensor)
+    with announced(), cutting, zero_shards.keeping_groups():
         created: tuple[Any, Any, Any, Any] = _deepspeeds_own(
             args, model, optimizer, parameters, config=experiment.deepspeed, **others
         )

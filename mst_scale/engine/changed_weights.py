@@ -149,11 +149,12 @@ def load_weights(engine: Engine, state_dict: Mapping[str, torch.Tensor], *, stri
             ones are ignored.
 
     Raises:
-        UserError: A name or a shape does not match. Nothing has been written then.
+        UserError: A name or a shape does not match, or a step is under way. Nothing has been written then.
     """
     of: Any = engine
     if not hasattr(of, "mst"):
         raise SharedMistake("load_weights() needs an engine returned by mst_scale.initialize: this one has no .mst")
+    zero_shards.check_no_step_under_way(of, "load_weights")
     parameters = dict(zero_shards.named_parameters(of.module))
     named = dict(of.module.state_dict(keep_vars=True))
     buffers = {name: value for name, value in of.module.named_buffers() if name in named}

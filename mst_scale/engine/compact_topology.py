@@ -25,7 +25,7 @@ from mst_scale.checkpoints import mask_files
 from mst_scale.comm.exchange import Exchange
 from mst_scale.engine.initial_masks import depends_on_weights
 from mst_scale.engine.masking import Masking
-from mst_scale.engine.topology import Topology, TopologyStep, all_finite
+from mst_scale.engine.topology import Topology, TopologyStep
 from mst_scale.errors import UserError
 from mst_scale.mixed_growing import packed_bits
 from mst_scale.mixed_growing.evolve import Change, Layer, unchanged
@@ -208,7 +208,7 @@ class CompactTopology(Topology):
         bad = torch.zeros(len(self._masks), dtype=torch.int64)
         for i, gradient in self.dense_gradients.items():
             gradient.div_(scale)
-            bad[i] = not all_finite(gradient)
+            bad[i] = not self.becomes_finite(gradient, scale)
         return not (self.state.exchange.max(bad).any() if len(bad) else False)
 
     # --- pruning and growing ---

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -72,14 +71,6 @@ class Component:
 
     def after_step(self, updated: bool) -> None:
         """Finish the step, and prepare the next forward pass."""
-
-    def aside(self, micro_batch: int) -> AbstractContextManager[None]:
-        """Return a context in which a micro-batch of the step is computed again, which does not count for the step.
-
-        Args:
-            micro_batch: its number in the step.
-        """
-        return nullcontext()
 
     # --- what happens between steps ---
 

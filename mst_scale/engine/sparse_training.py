@@ -29,8 +29,8 @@ One optimizer step; additions to DeepSpeed's own step are marked by *:
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, replace
 from logging import INFO
 from pathlib import Path
@@ -343,14 +343,6 @@ class SparseTraining:
         with self._span():
             for component in self.components:
                 component.after_step(self._updated)
-
-    @contextmanager
-    def aside(self, micro_batch: int) -> Iterator[None]:
-        """Return a context in which a micro-batch of the step is computed again; that does not count for the step."""
-        with ExitStack() as stack:
-            for component in self.components:
-                stack.enter_context(component.aside(micro_batch))
-            yield
 
     def _span(self) -> AbstractContextManager[Any]:
         moving = self.masks_weights and self.topology.under_way is not None

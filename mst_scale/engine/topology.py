@@ -22,6 +22,7 @@ from torch import Tensor
 
 from mst_scale import zero_shards
 from mst_scale.checkpoints.mask_state import MaskState
+from mst_scale.comm import logger
 from mst_scale.comm.exchange import Exchange
 from mst_scale.dead_units import Tally
 from mst_scale.dead_units.live import Channels, LiveUnits
@@ -66,6 +67,8 @@ class TopologyStep:
     gradients: dict[int, Tensor] = field(default_factory=dict)
     """Of this rank, without loss scaling, by parameter; of inactive weights too if growth or moments read them."""
     changes: list[Change] = field(default_factory=list)
+    overflows: bool = False
+    """Whether a gradient that growth or moments read has overflowed on this rank and counts as the largest."""
 
 
 class Topology(Component):
@@ -89,6 +92,8 @@ class Topology(Component):
         self.criteria, self.units = criteria, units
         self.policy = config.chosen
         self._masks = list(state.masks)
+        self.constant_scale = zero_shards.has_constant_scale(engine)
+        self._overflow_logged = False
         self.under_way: TopologyStep | None = None
         self.revived: Tally = {}
         """(revived, all) units by kind of the last topology step, over all stages."""
@@ -152,18 +157,29 @@ class Topology(Component):
 
         Returns:
             Whether the gradient may be masked: one that is not finite stays, so that DeepSpeed's own check sees it and
-            all ranks skip this step.
+            all ranks skip this step. With a constant loss scale it is masked, because inactive weights would overflow
+            in the next step again; those of active weights stay for the check.
         """
         if self.under_way is None:
             return True
         kept = gradient.detach().to(torch.float32, copy=True).div_(scale)
         self.under_way.gradients[i] = kept
-        if not all_finite(kept):
+        if not self.becomes_finite(kept, scale):
             return False
         mask = self._masks[i]
         self.criteria.to_weight_gradient_(mask.name, self.store.weight(i), kept)
         if not self.under_way.reads_dense_gradients:
             mask.retain_(kept)  # layers that compute with their masks have not computed the others
+        return True
+
+    def becomes_finite(self, gradient: Tensor, scale: float) -> bool:
+        """Return whether a gradient without loss scaling is finite; with a constant scale, make it so."""
+        finite = all_finite(gradient)
+        if finite or not self.constant_scale or self.under_way is None:
+            return finite
+        self.under_way.overflows = self.under_way.reads_dense_gradients
+        most = min(torch.finfo(torch.float16).max / scale, torch.finfo(gradient.dtype).max)
+        gradient.nan_to_num_(nan=most, posinf=most, neginf=-most)
         return True
 
     def holds_update(self) -> bool:
@@ -193,6 +209,18 @@ class Topology(Component):
             state.changed_at = under_way.step
             state.refresh()
             self.revived = state.stages.added(self.units.revived if self.units.revived_at == step else {})
+            if self.constant_scale and not self._overflow_logged:
+                self._log_overflow(under_way)
+
+    def _log_overflow(self, under_way: TopologyStep) -> None:
+        """Log once that gradients have overflowed at inactive weights of any rank."""
+        self._overflow_logged = bool(self.state.everyone.sum(torch.tensor(int(under_way.overflows))))
+        if self._overflow_logged:
+            logger.warning(
+                "step %d: with fp16.loss_scale = %g, gradients of inactive weights overflow; they count as the largest "
+                "that fit. Use a smaller loss_scale, or 0 (dynamic)",
+                under_way.step, zero_shards.loss_scale(self.engine),
+            )  # fmt: skip
 
     # --- pruning and growing ---
 

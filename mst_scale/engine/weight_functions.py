@@ -7,9 +7,8 @@ weights with which it ends, are computed by one rank and sent to the ranks that 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -17,7 +16,7 @@ import torch.distributed as dist
 
 from mst_scale import zero_shards
 from mst_scale.checkpoints.multiplied import STATE
-from mst_scale.comm import ParallelDims, logger
+from mst_scale.comm import ParallelDims
 from mst_scale.comm.exchange import Exchange
 from mst_scale.config import Experiment
 from mst_scale.config.parallel import describe_method_conflict
@@ -39,46 +38,14 @@ class LayerFunction:
     function: WeightFunction
     kept: int
     scale: float
-    scale_of_pass: Callable[[], float]
-    """What the pull is multiplied by if it is divided among the micro-batches of a step."""
-    due: Callable[[int], int]
-    """How many micro-batches' shares of the pull a pass adds, given how many have been added in this step."""
-    added: list[int] = field(default_factory=list)
-    """What each backward pass since the last step has added."""
-    again: int | None = None
-    """What a pass that is computed a second time adds."""
 
     def weight(self, stored: torch.Tensor) -> torch.Tensor:
         """Return the weight that products use in place of the stored tensor."""
-        return self.function.weight(self._pulled(stored), self.kept, self.scale)
+        return self.function.weight(stored, self.kept, self.scale)
 
     def linear(self, x: torch.Tensor, stored: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """Return the layer's output."""
-        return self.function.linear(x, self._pulled(stored), bias, self.kept, self.scale)
-
-    def _pulled(self, stored: torch.Tensor) -> torch.Tensor:
-        found: torch.Tensor = Pulled.apply(stored, self)
-        return found
-
-
-class Pulled(torch.autograd.Function):
-    """Returns the stored tensor; the backward pass adds its part of the pull (the method's regularization)."""
-
-    @staticmethod
-    def forward(ctx: Any, stored: torch.Tensor, layer: LayerFunction) -> torch.Tensor:
-        ctx.save_for_backward(stored)
-        ctx.layer = layer
-        return stored.view_as(stored)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
-        (stored,), layer = ctx.saved_tensors, ctx.layer
-        pull = layer.function.pull(stored, layer.kept, layer.scale)
-        if pull is None:
-            return gradients[0], None
-        due = layer.due(sum(layer.added)) if layer.again is None else layer.again
-        layer.added.append(due)
-        return gradients[0] + due * layer.scale_of_pass() * pull, None
+        return self.function.linear(x, stored, bias, self.kept, self.scale)
 
 
 class WeightFunctions(Component, Criteria):
@@ -115,24 +82,19 @@ class WeightFunctions(Component, Criteria):
             reason = function.unsupported_reason(shape, self.targets[name].device.type, self.targets[name].dtype)
             if reason is not None:
                 raise UserError(f"method {self.method}: {name}: {reason}")
-        pulls = type(function).pull is not WeightFunction.pull
-        if pulls and any(p.dtype != torch.float32 for p in self.targets.values()):
-            logger.warning(
-                "method %s adds its regularization to gradients in half precision, which rounds small parts of it "
-                "away: train in fp32 to have all of it", self.method,
-            )  # fmt: skip
+        self.pulls = type(function).pull is not WeightFunction.pull
         zero_shards.check_optimized(engine, self.targets)
-        self.shards = zero_shards.shards_of(engine, self.targets)
+        shards = zero_shards.shards_of(engine, self.targets)
+        assert not isinstance(shards, zero_shards.CompactStore), "functions need all stored weights"
+        self.shards = shards
         groups = zero_shards.groups_of(engine)
         self.zero, self.replicas = Exchange(groups.zero, engine.device), groups.replicas
-        self.layers = {
-            name: LayerFunction(function, math.prod(shape), 1.0, self._scale_of_pass, self._due)
-            for name, shape in self.shapes.items()
-        }
+        self.layers = {name: LayerFunction(function, math.prod(shape), 1.0) for name, shape in self.shapes.items()}
         self.products: dict[str, Product] = {}
         self.reseed = False
         self.first_squares: dict[int, torch.Tensor] = {}  # by layer, while the first step after `end` is under way
-        zero_shards.on_zero_grad(engine, self._forget_pulls)
+        self.rounded: dict[int, torch.Tensor] = {}  # by layer, while a step is under way
+        """What the dtype of gradients has rounded away of the pull."""
 
     def use(self, products: dict[str, Product] | None) -> None:
         """Make these products call the functions; None for a run without masks, which gets its own products."""
@@ -157,20 +119,8 @@ class WeightFunctions(Component, Criteria):
         self.weights_replaced()
 
     def before_step(self) -> None:
-        self._check_pulls()
+        self._pull()
         self._keep_first_squares()
-
-    @contextmanager
-    def aside(self, micro_batch: int) -> Iterator[None]:
-        """Add what the pass of this micro-batch has added of the pull, and restore what passes have added."""
-        before = {name: list(layer.added) for name, layer in self.layers.items()}
-        try:
-            for name, layer in self.layers.items():
-                layer.again = before[name][micro_batch] if micro_batch < len(before[name]) else 1
-            yield
-        finally:
-            for name, layer in self.layers.items():
-                layer.added, layer.again = before[name], None
 
     def after_step(self, updated: bool) -> None:
         self._end_if_due()
@@ -199,33 +149,35 @@ class WeightFunctions(Component, Criteria):
             layer.kept = kept.get(name, layer.kept)
             self.products[name].function = layer if holds else None
 
-    def _scale_of_pass(self) -> float:
-        return zero_shards.loss_scale(self.engine) / zero_shards.passes_of_a_step(self.engine)
+    def _pull(self) -> None:
+        """Add the method's regularization to the reduced gradients, on which norm and clipping depend.
 
-    def _due(self, added: int) -> int:
-        """Return the shares that a pass adds; the last micro-batch adds what is left, because a step may have fewer."""
-        last = self.engine.is_gradient_accumulation_boundary()
-        return max(0, int(self.engine.gradient_accumulation_steps()) - added) if last else 1
+        In half precision, what does not fit into a gradient is kept for the float32 gradient of the master weights.
+        """
+        self.rounded = {}
+        if not self.pulls or not self.hold_at(self._step):
+            return
+        scale = zero_shards.loss_scale(self.engine)
+        for i, layer in enumerate(self.layers.values()):
+            gradient, part = self.shards.gradient(i), self.shards.slices[i]
+            pull = self.function.pull(self._read(i), layer.kept, layer.scale)
+            if gradient is None or pull is None:
+                continue
+            mine = pull.view(-1)[part.start : part.stop].to(gradient.device)
+            pulled = gradient.to(mine.dtype) + scale * mine
+            self.shards.put_gradient(i, pulled.to(gradient.dtype))
+            if gradient.dtype != mine.dtype:
+                self.rounded[i] = (pulled - pulled.to(gradient.dtype)) / scale
 
-    def _forget_pulls(self) -> None:
-        """Forget the backward passes of a step that the loop leaves out."""
-        for layer in self.layers.values():
-            layer.added.clear()
-
-    def _check_pulls(self) -> None:
-        """Check that the passes through each layer have added its pull once to the step that is about to be taken."""
-        accumulation = self.engine.gradient_accumulation_steps()
-        passes = {name: len(layer.added) for name, layer in self.layers.items() if layer.added}
-        for name, count in passes.items():
-            if count > accumulation or sum(self.layers[name].added) != accumulation:
-                fix = "exclude a weight that is not used exactly once per micro-batch with mst.targets.exclude"
-                if count != accumulation and len(set(passes.values())) == 1:  # as if the loop takes its steps later
-                    fix += f", or, if your loop takes a step after {count}, set gradient_accumulation_steps to {count}"
-                raise UserError(
-                    f"method {self.method}: {count} backward passes went through {name} in a step of {accumulation} "
-                    f"micro-batches, so the method's regularization would not be applied once: {fix}"
-                )
-        self._forget_pulls()
+    def _read(self, i: int) -> torch.Tensor:
+        """Return the matrix that the forward pass reads, whole and at least in float32; ZeRO-3 has a part of it."""
+        parameter, shape = list(self.targets.values())[i], list(self.shapes.values())[i]
+        wide = torch.promote_types(parameter.dtype, torch.float32)
+        if parameter.numel() == math.prod(shape):
+            return parameter.detach().to(wide)
+        part, whole = self.shards.slices[i], torch.zeros(math.prod(shape), dtype=wide, device=self.engine.device)
+        whole[part.start : part.stop] = self.shards.read(i)
+        return self.zero.sum_here(whole).view(shape)
 
     def _kept(self) -> dict[str, int]:
         sparsity = 0.0 if self.function.elementwise else self.schedule.at(self._step).sparsity
@@ -259,15 +211,18 @@ class WeightFunctions(Component, Criteria):
             self.first_squares[i] = g.square().clamp(min=mean)
 
     def before_update(self) -> None:
-        """Start second moments: no overflow has come of those gradients, and what clipping makes of them is known.
+        """Complete gradients and start second moments: there was no overflow, and what clipping makes of them is known.
 
         ZeRO-3 updates its sub-groups one after the other, so that this is called before each of them.
         """
-        groups = zero_shards.base_optimizer(self.engine).param_groups
+        groups, clip = zero_shards.base_optimizer(self.engine).param_groups, zero_shards.clip_factor(self.engine)
         for i in self.shards.within({id(p) for group in groups for p in group["params"]}):
+            gradient = self.shards.owner(i).grad
+            if (rounded := self.rounded.pop(i, None)) is not None and gradient is not None:
+                self.shards.part(i, gradient).add_(rounded.to(gradient.device), alpha=clip)
             if (square := self.first_squares.pop(i, None)) is not None:
                 warm = self.shards.second_moment_share(i)  # as in `topology`
-                self.shards.states(i)["exp_avg_sq"].copy_(square * (warm * zero_shards.clip_factor(self.engine) ** 2))
+                self.shards.states(i)["exp_avg_sq"].copy_(square * (warm * clip**2))
         self.reseed = self.reseed and bool(self.first_squares)
 
     def _replace(self, new: Any) -> bool:

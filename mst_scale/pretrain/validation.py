@@ -10,14 +10,12 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
-import inspect
 import os
 import shutil
 from pathlib import Path
 from typing import Any
 
 import deepspeed
-import torch
 from pydantic import ValidationError
 
 from mst_scale import zero_shards
@@ -26,14 +24,9 @@ from mst_scale.config import Experiment, TrainingConfig
 from mst_scale.config.parallel import sizes_of, without_sizes
 from mst_scale.config.support import precision_of, stage_of
 from mst_scale.doctor import machine
-from mst_scale.errors import UserError, format_value, suggestion
+from mst_scale.errors import UserError, format_value
 
 MONITORS = {"tensorboard": "tensorboard", "wandb": "wandb", "comet": "comet_ml", "csv_monitor": None}
-# Parameters that DeepSpeed removes before it constructs an Adam.
-ADAM_OPTIONS = ("torch_adam", "adam_w_mode", "fp32_optimizer_states")
-FLAGS = (*ADAM_OPTIONS, "bias_correction", "amsgrad", "set_grad_none", "adamw_mode")
-MADE_BY_DEEPSPEED = ("adam", "adamw", "adagrad", "lamb", "lion", "muon")
-MUON_OPTIONS = ("muon_lr", "adam_lr", "momentum", "ns_method", "lr", "betas", "eps", "weight_decay", "adam_w_mode")
 # Parameters that mean the same to torch's Adam; a config with any other one needs DeepSpeed's.
 COMMON_ADAM_PARAMS = {"lr", "betas", "eps", "weight_decay", "adam_w_mode"}
 TORCH_ADAM = {"torch_adam": True, "fused": True}
@@ -49,7 +42,7 @@ def validate(experiment: Experiment, ranks: int, mesh: Mesh | None = None) -> No
     _validate_memory(experiment, ranks)
     zero_shards.check_precision(precision_of(experiment.deepspeed))
     _validate_deepspeed_keys(without_sizes(experiment.deepspeed), mesh)
-    _validate_optimizer(experiment)
+    zero_shards.check_configured_optimizer(experiment.deepspeed)
     _validate_monitors(experiment.deepspeed)
     _validate_compiler(experiment.training)
     _warn_if_pruned_early(experiment.training)
@@ -101,59 +94,6 @@ def _describe(error: Exception, key: str = "") -> str:
 
 
 # --- the optimizer ---
-
-
-def _validate_optimizer(experiment: Experiment) -> None:
-    """Check that optimizer.type exists and accepts every key of optimizer.params."""
-    optimizer = experiment.deepspeed["optimizer"]
-    name, params = optimizer["type"], optimizer.get("params", {})
-    known = _known_params(name, params, experiment.deepspeed)
-    for key in params:
-        if key not in known:
-            raise UserError(f"optimizer.params.{key}: {name} has no such parameter{suggestion(key, known)}")
-    for key in known:
-        if key in FLAGS and not isinstance(params.get(key, False), bool):
-            raise UserError(f"optimizer.params.{key} must be true or false, not {format_value(params[key])}")
-    if params.get("amsgrad") and name.lower() in ("adam", "adamw") and not params.get("torch_adam"):
-        raise UserError(f"optimizer.params.amsgrad: DeepSpeed's {name} has no AMSGrad; set torch_adam, or remove it")
-    made_by_torch = getattr(torch.optim, name, None)
-    if made_by_torch is not None and name.lower() not in MADE_BY_DEEPSPEED:
-        if stage_of(experiment.deepspeed) and not experiment.deepspeed.get("zero_allow_untested_optimizer"):
-            raise UserError(
-                f"optimizer.type = {name} is not one that DeepSpeed has tested with ZeRO: set "
-                "zero_allow_untested_optimizer to true, or choose AdamW"
-            )
-        try:
-            made_by_torch([torch.nn.Parameter(torch.zeros(1))], **params)
-        except Exception as error:  # each optimizer rejects wrong values in its own way
-            raise UserError(f"optimizer.params are not valid for {name}{_describe(error)}") from None
-
-
-def _known_params(name: str, params: dict[str, Any], config: dict[str, Any]) -> list[str]:
-    """Return the parameters that an optimizer of this type accepts."""
-    ops, kind, offload = deepspeed.ops, name.lower(), _offload_device(config) == "cpu"
-    if kind in ("adam", "adamw"):
-        of_deepspeed = ops.adam.DeepSpeedCPUAdam if offload else ops.adam.FusedAdam
-        return [*ADAM_OPTIONS, *_keywords(torch.optim.AdamW if params.get("torch_adam") else of_deepspeed)]
-    if kind == "muon":
-        return [*ADAM_OPTIONS, *MUON_OPTIONS]
-    made_by_deepspeed = {
-        "lamb": ops.lamb.FusedLamb,
-        "lion": ops.lion.DeepSpeedCPULion if offload else ops.lion.FusedLion,
-        "adagrad": ops.adagrad.DeepSpeedCPUAdagrad if offload else torch.optim.Adagrad,
-    }
-    if kind in made_by_deepspeed:
-        return _keywords(made_by_deepspeed[kind])
-    found = getattr(torch.optim, name, None)
-    if not (inspect.isclass(found) and issubclass(found, torch.optim.Optimizer)):
-        of_torch = [other for other, cls in vars(torch.optim).items() if inspect.isclass(cls)]
-        near = suggestion(name, ["AdamW", "Adam", "Lamb", "Lion", "Muon", *of_torch])
-        raise UserError(f"optimizer.type = {format_value(name)} is not an optimizer{near}")
-    return _keywords(found)
-
-
-def _keywords(cls: type) -> list[str]:
-    return [name for name in inspect.signature(cls).parameters if name not in ("params", "model_params")]
 
 
 def _offload_device(config: dict[str, Any]) -> str:

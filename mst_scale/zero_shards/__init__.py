@@ -20,8 +20,10 @@ put_weights   writes weights and optimizer states into a live engine; makes and 
 handover      hands them from one engine to the next in the same process, and frees the first
 muon          Muon in one place at every stage
 powers        Adam's powers of its betas on a CPU, from the count of updates alone
-backward_passes rejects a backward pass that would replace the gradient of another one
+backward_passes rejects a backward pass that would replace the gradient of another one, and loads within a step
 unused_layers a gradient of zero for parameters that a step does not use, at stage 3 and with offload
+optimizer_checks an optimizer that DeepSpeed or torch would reject with a traceback
+adagrad       keeps Adagrad's parameter groups, which DeepSpeed drops at stages 1 to 3
 settings      settings of the optimizer that differ from those of a checkpoint
 same_optimizer rejects optimizer states that belong to other parameters or to another optimizer
 saving        saves that fail together, loads that carry masks, universal checkpoints at every stage
@@ -33,7 +35,9 @@ universal     DeepSpeed's universal layout, for every stage
 
 # ruff: noqa: F401 (the names that other packages use)
 
+from mst_scale.zero_shards.adagrad import keeping_groups
 from mst_scale.zero_shards.autotp import FORWARDS, asserted_of_cutting, check_cuttable, is_linear
+from mst_scale.zero_shards.backward_passes import check_no_step_under_way
 from mst_scale.zero_shards.byte_counts import comm_bytes, state_bytes
 from mst_scale.zero_shards.compact_marks import index_of, indexes_of, is_compact, mark, mark_model
 from mst_scale.zero_shards.compact_store import CompactStore, Store, shards_of
@@ -50,6 +54,7 @@ from mst_scale.zero_shards.held_values import HeldValue, held_values
 from mst_scale.zero_shards.hooks import HOOKS, install
 from mst_scale.zero_shards.logical import TABLES, cut_of, is_cut, named_parameters, shape_of
 from mst_scale.zero_shards.muon import shapes as muon_shapes
+from mst_scale.zero_shards.optimizer_checks import check_configured_optimizer, checked_optimizer
 from mst_scale.zero_shards.other_layout import checkpoint_to_reshape
 from mst_scale.zero_shards.put_weights import (
     is_matrix,
@@ -87,6 +92,7 @@ from mst_scale.zero_shards.step import (
     check_optimized,
     clip_factor,
     grad_norm,
+    has_constant_scale,
     has_engine,
     has_gradients,
     has_moments,
@@ -95,7 +101,6 @@ from mst_scale.zero_shards.step import (
     on_zero_grad,
     optimized,
     optimizer_name,
-    passes_of_a_step,
     pipeline_losses,
     place_scheduler,
     sets_boundaries,

@@ -19,8 +19,9 @@ from typing import Any
 
 from mst_scale.comm import SharedMistake
 from mst_scale.zero_shards.saving import Given, replace_method
-from mst_scale.zero_shards.step import on_zero_grad
+from mst_scale.zero_shards.step import on_zero_grad, sets_boundaries
 
+UNDER_WAY = "mst_step_under_way"  # on an engine: whether a load would keep the gradient of a step
 OTHER_WAY = (
     ", or call engine.set_gradient_accumulation_boundary(False) before all passes of a step but the last, and (True) "
     "before the last one"
@@ -79,33 +80,35 @@ def reject_second_pass(engine: Any) -> None:
 def reject_loads_in_steps(engine: Any) -> None:
     """Raise an error in a load that comes between a backward pass and the end of its step."""
     reduce, take_step = engine._backward_epilogue, engine._take_model_step
-    one = engine.gradient_accumulation_steps() == 1
-    under_way = False
 
     def epilogue() -> None:
-        nonlocal under_way
-        under_way = True
+        setattr(engine, UNDER_WAY, True)
         reduce()
 
     def step(lr_kwargs: Any) -> None:
-        nonlocal under_way
-        under_way = False
+        setattr(engine, UNDER_WAY, False)
         take_step(lr_kwargs)
 
     def leave_out() -> None:
-        nonlocal under_way
-        under_way = False
+        if sets_boundaries(engine) or engine.micro_steps % engine.gradient_accumulation_steps() == 0:
+            setattr(engine, UNDER_WAY, False)  # later in a step, the micro-batches before would be missing
 
     def load_checkpoint(load: Callable[..., Any], given: Given) -> Any:
-        if under_way:
-            discard = ", or discard its gradient with engine.zero_grad() and engine.optimizer.zero_grad()"
-            raise SharedMistake(
-                "load_checkpoint was called between engine.backward and the end of its step, and the gradient would be "
-                f"added to that of the loaded weights: finish the step first{discard if one else ''}"
-            )
+        check_no_step_under_way(engine, "load_checkpoint")
         return load(**given)
 
     engine._backward_epilogue, engine._take_model_step = epilogue, step
-    if one:  # with several micro-batches, the others of the step would be missing
-        on_zero_grad(engine, leave_out)
+    on_zero_grad(engine, leave_out)
     replace_method(engine, "load_checkpoint", load_checkpoint)
+
+
+def check_no_step_under_way(engine: Any, call: str) -> None:
+    """Raise an error if weights are loaded between a backward pass and the end of its step; `call` loads them."""
+    if not getattr(engine, UNDER_WAY, False):
+        return
+    one = engine.gradient_accumulation_steps() == 1
+    discard = ", or discard its gradient with engine.zero_grad() and engine.optimizer.zero_grad()"
+    raise SharedMistake(
+        f"{call} was called between engine.backward and the end of its step, and the gradient would be added to that "
+        f"of the loaded weights: finish the step first{discard if one else ''}"
+    )

@@ -2,10 +2,10 @@
 
 A later hook may wrap an earlier one. Each names the part of DeepSpeed that it changes, the behavior that it relies on,
 and the versions in which that behavior was observed; tests/ranks/zero_shards/test_hooks.py fails when DeepSpeed behaves
-otherwise. Two more changes last for one call: `saving.errors_after_saving` and `safe_load.data_only`. Changes that only
-some runs need come after all of these: functions of weights keep a state in checkpoints (`saving.carry_state`),
-`mst.on_step` follows steps where nothing else does, and `record` reads losses (`step.watch_losses`) and keeps its
-counts in checkpoints.
+otherwise. Three more changes last for one call: `adagrad.keeping_groups`, `saving.errors_after_saving` and
+`safe_load.data_only`. Changes that only some runs need come after all of these: functions of weights keep a state in
+checkpoints (`saving.carry_state`), `mst.on_step` follows steps where nothing else does, and `record` reads losses
+(`step.watch_losses`) and keeps its counts in checkpoints.
 """
 
 from __future__ import annotations

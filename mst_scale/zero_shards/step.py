@@ -15,7 +15,6 @@ import torch
 from deepspeed.accelerator import get_accelerator
 
 from mst_scale.errors import UserError
-from mst_scale.zero_shards.groups import groups_of
 from mst_scale.zero_shards.logical import is_cut, is_empty
 
 _OF_ENGINES: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
@@ -265,6 +264,11 @@ def loss_scale(engine: Any) -> float:
     return float(config.cur_scale if config is not None else optimizer.loss_scale)
 
 
+def has_constant_scale(engine: Any) -> bool:
+    """Return whether the loss scale is not reduced after an overflow (fp16.loss_scale)."""
+    return bool(engine.fp16_enabled()) and not engine.dynamic_loss_scale()
+
+
 def _norm_scale(engine: Any) -> float:
     """Return the loss scale if the optimizer reports the norm of the scaled gradient; the others divide by it first."""
     return loss_scale(engine) if type(engine.optimizer).__name__ == "FP16_UnfusedOptimizer" else 1.0
@@ -382,17 +386,6 @@ def averages_parts(engine: Any, _: Any = None) -> bool:
     """
     theirs = hasattr(engine.mpu, "initialize_sequence_parallel")
     return engine.zero_optimization_stage() == 3 and engine.sequence_parallel_size > 1 and not theirs
-
-
-def passes_of_a_step(engine: Any) -> int:
-    """Return how many backward passes add up their gradients in a step: one per micro-batch and part of a sequence.
-
-    Gradients of other ranks are averaged, or added up too with `gradient_allreduce_op: "sum"`.
-    """
-    added = engine.sequence_parallel_size if engine.zero_optimization_stage() < 3 or averages_parts(engine) else 1
-    if not engine.gradient_average:
-        added = ds_comm.get_world_size(groups_of(engine).replicas)
-    return int(engine.gradient_accumulation_steps() * added)
 
 
 def add_up_parts(engine: Any) -> None:

@@ -129,3 +129,75 @@ def scales(rank, world, stage, folder):
 def test_a_constant_loss_scale_replaces_a_dynamic_one(stage, tmp_path):
     (((constant, same), before),) = pool.run(scales, 1, stage, str(tmp_path))
     assert (constant, same) == (64.0, before)
+
+
+SCALES = {"initial_scale_power": 8, "loss_scale_window": 5, "hysteresis": 3, "min_loss_scale": 8}
+
+
+def follow(engine, overflows):
+    """The dynamic loss scale after each of some steps, of which some overflow."""
+    found = []
+    for overflow in overflows:
+        engine.optimizer._update_scale(bool(overflow))
+        found.append(zero_shards.loss_scale(engine))
+    return found
+
+
+def dynamic_scales(rank, world, stage, changes, folder):
+    """Scales of an overflow and of the steps that follow: of a run, of it with a changed config, and of a new run."""
+    allow_fp16()
+    config = mst_config(stage, world, "fp16", method="rigl", fp16=SCALES)
+    changed = mst_config(stage, world, "fp16", method="rigl", fp16={**SCALES, **changes})
+    engines = [mst_scale.initialize(model=toy(), config=each)[0] for each in (config, changed)]
+    for engine in engines:
+        follow(engine, [1])
+    engines[0].save_checkpoint(folder, tag="t")
+    resumed, *_ = mst_scale.initialize(model=toy(), config=changed)
+    resumed.load_checkpoint(folder, tag="t")
+    return [follow(each, [0, 1, 1] + 10 * [0]) for each in (engines[0], resumed, engines[1])]
+
+
+CHANGED = [{"loss_scale_window": 3}, {"hysteresis": 4}, {"hysteresis": 1}, {"min_loss_scale": 200}]
+
+
+@pytest.mark.parametrize("changes", CHANGED, ids=str)
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_dynamic_loss_scale_follows_changed_settings(stage, changes, tmp_path):
+    """DeepSpeed's optimizers of stage 0 have no hysteresis, so nothing changes there."""
+    ((before, resumed, new),) = pool.run(dynamic_scales, 1, stage, changes, str(tmp_path))
+    assert resumed == new or changes == {"hysteresis": 1}  # a new run would have halved at the first overflow
+    assert (resumed == before) == (stage == 0 and "hysteresis" in changes)
+
+
+def momenta(rank, world, stage, kind, folder):
+    """Weights of a run that trains without momentum, with it, without and with it again, by hand and by its config."""
+
+    def configured(momentum):
+        config = mst_config(stage, world, method="rigl")
+        config["optimizer"] = {"type": kind, "params": {"lr": 1e-3, "momentum": momentum}}
+        return {**config, "zero_allow_untested_optimizer": True}
+
+    by_hand, resumed, found = made(configured(0.0)), made(configured(0.0)), []
+    for k, momentum in enumerate((0.0, 0.9, 0.0, 0.9)):
+        optimizer = zero_shards.base_optimizer(by_hand)
+        for group in optimizer.param_groups:
+            group["momentum"] = momentum
+        for state in optimizer.state.values():
+            if kind == "RMSprop" and state:
+                state["momentum_buffer"] = torch.zeros_like(state["square_avg"])
+            else:
+                state.pop("momentum_buffer", None)
+        if k:
+            resumed = made(configured(momentum))
+            resumed.load_checkpoint(folder, tag=str(k - 1))
+        for each in (by_hand, resumed):
+            train(each, rank, world, 2, first=2 * k)
+        resumed.save_checkpoint(folder, tag=str(k))
+        found.append(float((all_of(by_hand) - all_of(resumed)).abs().max()))
+    return found
+
+
+@pytest.mark.parametrize("kind", ["SGD", "RMSprop"])
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_momentum_that_a_run_gains_starts_at_0(stage, kind, tmp_path):
+    assert pool.run(momenta, 2, stage, kind, str(tmp_path)) == [[0.0] * 4] * 2
