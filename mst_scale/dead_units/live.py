@@ -30,7 +30,7 @@ from torch import Tensor
 from mst_scale import zero_shards
 from mst_scale.comm import logger
 from mst_scale.comm.exchange import Exchange
-from mst_scale.dead_units import Tally, format_counts, total
+from mst_scale.dead_units import Tally, total
 from mst_scale.dead_units.units import LineFlags, Lines, Units, find_units, positions
 from mst_scale.errors import UserError
 from mst_scale.mixed_growing import packed_bits
@@ -83,8 +83,8 @@ class LiveUnits:
         self.place = {part.name: i for i, part in enumerate(self.shards.slices)}
         self.seed = seed
         self.revival: Revival | None = None
-        self.revived: Tally = {}  # (revived, all) units by kind …
-        self.revived_at = 0  # … and the last step that revived some
+        self._revived: Tally = {}  # (revived, all) units by kind …
+        self._revived_at = 0  # … and the last step that revived some
         if not self.units:
             reason = "; ".join(left_out) or "the model has no known MLP or attention"
             logger.info("dead units are not counted (%s)", reason)
@@ -157,10 +157,12 @@ class LiveUnits:
     def finish(self, updated: bool) -> None:
         """End the step. If it was skipped because of an overflow, the topology step will be repeated."""
         if self.revival is not None and updated:
-            self.revived = {kind: counts for kind, counts in self.revival.counts.items() if counts[0]}
-            self.revived_at = self.revival.step
-            logger.info("step %d: revived %s", self.revived_at, format_counts(self.revived))
+            self._revived, self._revived_at = self.revival.counts, self.revival.step
         self.revival = None
+
+    def revived_at(self, step: int) -> Tally:
+        """Return the units of this pipeline stage that a step has revived, and all of them, by kind."""
+        return self._revived if step == self._revived_at else _sizes(self.units)
 
     # --- on this rank ---
 

@@ -24,7 +24,7 @@ from mst_scale import zero_shards
 from mst_scale.checkpoints.mask_state import MaskState
 from mst_scale.comm import logger
 from mst_scale.comm.exchange import Exchange
-from mst_scale.dead_units import Tally
+from mst_scale.dead_units import Tally, format_counts
 from mst_scale.dead_units.live import Channels, LiveUnits
 from mst_scale.engine.component import Component
 from mst_scale.mixed_growing.blocks import Blocks, Elements
@@ -208,7 +208,10 @@ class Topology(Component):
             state.changes = list(state.stages.joined(counted).values())
             state.changed_at = under_way.step
             state.refresh()
-            self.revived = state.stages.added(self.units.revived if self.units.revived_at == step else {})
+            revived = state.stages.added(self.units.revived_at(step))
+            self.revived = {kind: counts for kind, counts in revived.items() if counts[0]}
+            if self.revived:
+                logger.info("step %d: revived %s", step, format_counts(self.revived))
             if self.constant_scale and not self._overflow_logged:
                 self._log_overflow(under_way)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import torch
 
 from mst_scale.pretrain.batches import Share
 from tests.support import pool, tiny_run
-from tests.support.whole_runs import arguments, attempt, without_times
+from tests.support.whole_runs import MST, arguments, attempt, logged_attempt, without_times
 
 MODEL = {"n_layer": 2, "n_head": 2, "n_embd": 16, "seq_length": tiny_run.CONTEXT, "vocab_size": 64}
 # evaluation: three micro-batches, which two replicas cannot share evenly
@@ -74,6 +75,20 @@ def test_a_pipeline_in_bf16_that_recomputes_activations(tmp_path: Path):
     assert _run(world, tmp_path, "cut", "--resume", "step00000003", **keys) == without_times(
         tiny_run.rows(tmp_path / "cut")
     )
+
+
+def test_stages_of_a_pipeline_report_the_revived_units_of_the_whole_model(tmp_path: Path):
+    """Also if a stage has revived none of a kind: it still counts all of its units."""
+    sparsity = {"max": 0.96, "warmup": 0, "ultra": 4, "restore": 1, "stages": 1}
+    blocks = {"model": MODEL, "training": TRAINING, "mst": {**MST, "sparsity": sparsity}}
+    revived = []
+    for out, (world, keys) in {"whole": (1, {}), "cut": LAYOUTS["pipeline"]}.items():
+        code, log = pool.run(logged_attempt, world, arguments(tmp_path, out, **blocks, **keys))[0]
+        events = map(json.loads, (tmp_path / out / "events.jsonl").read_text().splitlines())
+        (event,) = [event for event in events if event["event"] == "revived dead units"]
+        assert code == 0 and f"step {event['step']}: revived {event['units']}\n" in log
+        revived.append(event["units"])
+    assert revived[0] == revived[1]
 
 
 MUON = {"optimizer": {"type": "Muon", "params": {"lr": 1e-2}}}
