@@ -16,9 +16,11 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from mst_scale.checkpoints.finding import list_tags
 from mst_scale.comm.messages import quiet
 from mst_scale.comm.parser import validate_new_folder
 from mst_scale.config import Experiment
+from mst_scale.config.deepspeed import batch_shape, largest_micro
 from mst_scale.config.parallel import KEYS, sizes_of
 from mst_scale.config.presets import describe_missing, ready_configs
 from mst_scale.errors import UserError
@@ -109,6 +111,19 @@ def _check_after_options(config: str, arguments: Sequence[str], options: Collect
             raise UserError(f"{name} is an option of the launcher: write it before CONFIG")
 
 
+def read_hostfile(hostfile: Path) -> list[str]:
+    """Return the lines of a hostfile, without their comments.
+
+    Raises:
+        UserError: if it cannot be read.
+    """
+    try:
+        text = hostfile.read_text(errors="replace")
+    except OSError as error:
+        raise UserError(f"--hostfile {hostfile} cannot be read: {error.strerror}") from None
+    return [line.partition("#")[0] for line in text.splitlines()]
+
+
 def seconds_in(variable: str, usual: float) -> float:
     """Return the seconds that an environment variable states, or the usual ones.
 
@@ -190,6 +205,29 @@ def check_run(
                 f"{stated}: the {count} processes of {node} cannot be divided into groups of {tensor}, which must not "
                 f"span nodes: start a multiple of it on each node, or --set {KEYS['tensor']}={math.gcd(count, tensor)}"
             )
+
+
+def check_batch(config: str, arguments: Sequence[str], processes: Sequence[int]) -> None:
+    """Check that ranks divide into replicas of the model which share the global batch.
+
+    The batch of a run that has a checkpoint is not checked: it may differ from the config's.
+
+    Args:
+        config: The experiment, as given to the launcher.
+        arguments: The other arguments of `mst_scale.pretrain`.
+        processes: The numbers of ranks, in the order in which the run uses them.
+
+    Raises:
+        UserError: The ranks or the batch cannot be divided.
+    """
+    with quiet():
+        args = parse_arguments(["--deepspeed_config", config, *arguments])
+        experiment = load_experiment(args)
+    first, *later = (sizes_of(experiment.deepspeed).data(count) for count in processes)
+    if args.branch_decay_from is None and not list_tags(output_folder(args, experiment) / "checkpoints"):
+        batch, micro, _ = batch_shape(experiment.deepspeed, first)
+        for replicas in later:
+            largest_micro(batch, micro, replicas)
 
 
 def check_places(config: str, arguments: Sequence[str]) -> tuple[Experiment, Path]:

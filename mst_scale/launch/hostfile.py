@@ -32,7 +32,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from mst_scale.errors import UserError
-from mst_scale.launch.command_line import check_run, quoted, read_options, seconds_in
+from mst_scale.launch.command_line import check_run, quoted, read_hostfile, read_options, seconds_in
 from mst_scale.launch.environment import SCRIPTS, carried_variables, load_cluster_settings
 from mst_scale.launch.node import ranks_of_node
 from mst_scale.launch.restarts import RESTARTS, keep_running
@@ -124,13 +124,8 @@ def main(words: list[str]) -> int:
 
 def _read(hostfile: Path) -> list[tuple[str, int]]:
     """Return the machines with their numbers of processes, line after line."""
-    try:
-        lines = hostfile.read_text(errors="replace").splitlines()
-    except FileNotFoundError:
-        raise UserError(f"there is no hostfile {hostfile}") from None
     found: list[tuple[str, int]] = []
-    for number, text in enumerate(lines, start=1):
-        line = text.partition("#")[0]
+    for number, line in enumerate(read_hostfile(hostfile), start=1):
         if match := LINE.fullmatch(line):
             if match[1] in dict(found):
                 raise UserError(f"{hostfile}, line {number}: {match[1]} is listed twice: put all its slots on one line")

@@ -32,7 +32,7 @@ from collections.abc import Callable
 
 from mst_scale.comm import free_port
 from mst_scale.errors import UserError
-from mst_scale.launch.command_line import check_places, check_run, describe_run, quoted, read_options
+from mst_scale.launch.command_line import check_batch, check_places, check_run, describe_run, quoted, read_options
 from mst_scale.launch.elastic import FLAG, elastic_places, keep_changing
 from mst_scale.launch.environment import (
     default_processes,
@@ -78,6 +78,7 @@ def run(
     places = gpus() or [str(number) for number in range(processes)]
     if len(places) < processes:
         raise UserError(f"{processes} processes need as many GPUs, but there are {len(places)} ({', '.join(places)})")
+    check_batch(config, arguments, [processes])
     _set_environment(processes)
     command = functools.partial(_command, places[:processes], config, arguments, port)
 
@@ -98,7 +99,9 @@ def _run_elastic(config: str, arguments: list[str], options: Namespace) -> int:
     _set_environment(places.allowed.most)
 
     if options.dry_run:
-        print(quoted(_command(places.take(), config, arguments, options.port), shown_variables()))
+        taken = places.take()
+        print(describe_run(config, arguments, len(taken)), file=sys.stderr, flush=True)
+        print(quoted(_command(taken, config, arguments, options.port), shown_variables()))
         return 0
     supervisor = Supervisor(ask_ranks)
 

@@ -25,7 +25,7 @@ import sys
 from pathlib import Path
 
 from mst_scale.errors import UserError
-from mst_scale.launch.command_line import check_run, quoted, read_options
+from mst_scale.launch.command_line import check_run, quoted, read_hostfile, read_options
 from mst_scale.launch.environment import (
     carried_variables,
     default_processes,
@@ -54,8 +54,6 @@ def main(words: list[str]) -> int:
         flags=["--dry-run"],
     )
     hostfile: str | None = options.hostfile
-    if hostfile is not None and not os.path.isfile(hostfile):
-        raise UserError(f"there is no hostfile {hostfile}")
     processes = options.processes or default_processes()
     nodes = [("this machine", processes)]
     if hostfile is None:
@@ -99,12 +97,14 @@ def main(words: list[str]) -> int:
 def _nodes(hostfile: Path, processes: int) -> list[tuple[str, int]]:
     """Return how many ranks each line gets: as many as it says, and no more than are left."""
     found, left = [], processes
-    for line in hostfile.read_text(errors="replace").splitlines():
-        if match := LINE.match(line.partition("#")[0]):
+    for line in read_hostfile(hostfile):
+        if match := LINE.match(line):
             count = min(int(match[2] or 1), left)
             left -= count
             if count:
                 found.append((match[1], count))
+    if not found:
+        raise UserError(f"{hostfile} names no machine")
     return found
 
 

@@ -63,9 +63,8 @@ def keep_running(
         if time.monotonic() - began >= healthy:
             attempt = 0
         if attempt >= restarts:
-            say(
-                f"the run ended with {describe_code(code)}" + (f" again, after {restarts} restarts" if restarts else "")
-            )
+            again = f" again, after {restarts} restart{'s' * (restarts != 1)}" if restarts else ""
+            say(f"the run ended with {describe_code(code)}{again}")
             return code
         seconds = min(pause * 2**attempt, LONGEST_PAUSE)
         attempt += 1

@@ -44,10 +44,11 @@ from itertools import groupby
 
 from mst_scale.errors import UserError
 from mst_scale.launch import slurm_job
-from mst_scale.launch.command_line import check_run, quoted, read_options, read_run
+from mst_scale.launch.command_line import check_batch, check_run, quoted, read_options, read_run
 from mst_scale.launch.elastic import FLAG, allowed
 from mst_scale.launch.environment import ROOT, SCRIPTS
 from mst_scale.launch.restarts import RESTARTS
+from mst_scale.launch.supervisor import say
 from mst_scale.sparsity_variation import PHASES, Schedule
 
 
@@ -76,10 +77,14 @@ def main(words: list[str]) -> int:
     shares = [Share((), options.nodes or 1)]
     if options.elastic is not None:
         arguments = [FLAG, *arguments]
-        numbers = allowed(options.elastic, read_run(config, arguments)[0], options.ranks_per_node).numbers
-        shares = [Share((), numbers[-1], least_nodes=numbers[0])]
+        found = allowed(options.elastic, read_run(config, arguments)[0], options.ranks_per_node)
+        shares = [Share((), found.numbers[-1], least_nodes=found.numbers[0])]
+        if found.numbers[-1] < found.most:
+            say(f"the job asks for at most {found.numbers[-1]} nodes, because more cannot share the global batch")
     elif options.nodes_by_phase is not None:
         shares = shares_of(options.nodes_by_phase, config, arguments)
+    if options.elastic is None:
+        check_batch(config, arguments, [share.nodes * options.ranks_per_node for share in shares])
     if not options.dry_run and shutil.which("sbatch") is None:
         raise UserError("sbatch was not found: run this on the cluster's login node, or use mst launch hostfile")
     for name in (slurm_job.ELASTIC, slurm_job.DOCTOR):  # sbatch would hand on those of this shell

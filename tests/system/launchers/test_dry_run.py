@@ -14,7 +14,7 @@ pytestmark = pytest.mark.full
 CASES = {
     "local.sh": [],
     "mpi.sh": [],
-    "slurm.sh": [],
+    "slurm.sh": ["--gpus-per-node", "2"],
     "sweep.sh": ["--methods", "dense,mst", "--seeds", "1,2", "--out", HOSTILE],
     "hostfile.sh": ["--hostfile", "hosts"],
 }
@@ -41,7 +41,8 @@ def test_dry_run_shows_words_that_a_shell_reads_back(tmp_path, script):
 
 def test_dry_run_shows_what_each_scheduler_would_run(tmp_path):
     """On a machine that has none of them; MPICH's mpirun has words of its own."""
-    tools, made = programs(tmp_path / "bin", mpirun="echo HYDRA build details"), str(config(tmp_path))
+    tools = programs(tmp_path / "bin", mpirun="echo HYDRA build details")
+    made = str(config(tmp_path, train_batch_size=12))
     text = shown("mpi.sh", "--dry-run", "--processes", "3", made, cwd=tmp_path, PATH=tools)
     assert " mpirun -n 3 -genvlist PATH,PYTHONPATH," in text and " --bind-to " not in text
     words = ["--gpus-per-node", "0", "--ranks-per-node", "2", "--nodes", "3", "--cpus-per-rank", "4", made]
@@ -64,7 +65,7 @@ def world_of(text: str) -> dict[str, list[str]]:
     ("GPU-12ab,GPU-34cd", [], ["GPU-12ab", "GPU-34cd"]), ("2, 5,-1,7", [], ["2", "5"]), ("-1", [], ["0", "1"]),
 ])  # fmt: skip
 def test_a_run_takes_the_gpus_that_it_may_see(tmp_path, visible, words, taken):
-    made = str(config(tmp_path))
+    made = str(config(tmp_path, train_batch_size=12))
     text = shown("local.sh", "--dry-run", *words, made, cwd=tmp_path, CUDA_VISIBLE_DEVICES=visible, DS_ACCELERATOR="")
     assert world_of(text) == {"localhost": taken}
 

@@ -296,11 +296,14 @@ def test_a_dry_run_shows_the_largest_number(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(os, "environ", {**os.environ, "DS_ACCELERATOR": "cpu"})
     made = str(tiny_run.config(tmp_path, train_batch_size=12))
     assert launch.main(["local", "--elastic", "1:5", "--dry-run", made, "--out", str(tmp_path / "out")]) == 0
-    shown = capsys.readouterr().out
+    shown, said = capsys.readouterr()
+    assert said.splitlines()[-1].startswith("4 processes on the CPU, ")
     (world,) = re.findall("--world_info=(\\S+)", shown)
     assert json.loads(base64.urlsafe_b64decode(world)) == {"localhost": ["0", "1", "2", "3"]} and " --elastic" in shown
     slurm = ["slurm", "--elastic", "2:5", "--gpus-per-node", "0", "--ranks-per-node", "2", "--dry-run", made]
     assert launch.main(slurm) == 0
-    submitted, started = capsys.readouterr().out.splitlines()
+    shown, said = capsys.readouterr()
+    assert said == "mst_scale: the job asks for at most 3 nodes, because more cannot share the global batch\n"
+    submitted, started = shown.splitlines()
     assert " --nodes=2-3 --mincpus=2 " in submitted and " --no-kill " in submitted and "MST_ELASTIC=2:5" in submitted
     assert " --ntasks=6 " in started and " --elastic" in started

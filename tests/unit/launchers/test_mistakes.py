@@ -6,10 +6,11 @@ from types import SimpleNamespace
 
 import pytest
 
+from mst_scale import launch
 from mst_scale.comm.launch import LAUNCHER_VARIABLES, complete_environment
 from mst_scale.config import load, to_dict
 from mst_scale.errors import UserError
-from mst_scale.launch import hostfile, local, slurm, slurm_job, sweep
+from mst_scale.launch import hostfile, local, mpi, slurm, slurm_job, sweep
 from mst_scale.launch.command_line import read_options, seconds_in
 from mst_scale.pretrain.start import parse_arguments
 
@@ -98,10 +99,53 @@ def test_a_hostfile_that_is_not_utf_8(tmp_path):
         hostfile.main(["--hostfile", str(tmp_path / "hosts"), "--dry-run", "demo"])
 
 
+@pytest.mark.parametrize("launcher", [hostfile, mpi])
+@pytest.mark.parametrize(
+    ("name", "said"), [("none", "No such file"), ("folder", "Is a directory"), ("hosts", "names no machine")]
+)
+def test_a_hostfile_without_machines(tmp_path, launcher, name, said):
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "hosts").write_text("# none yet\n\n")
+    with pytest.raises(UserError, match=f"{tmp_path / name}.* {said}"):
+        launcher.main(["--hostfile", str(tmp_path / name), "--dry-run", "demo"])
+
+
+PHASES = "warmup=2,ultra=1,restore=2,dense="
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["local", "--processes", "3"], "train_batch_size = 16 does not divide into 3 processes × 8 per micro-batch"),
+        (["slurm", "--nodes", "3", "--gpus-per-node", "1"], "does not divide into 3 processes × 8 per micro-batch"),
+        (["slurm", "--gpus-per-node", "1", "--nodes-by-phase", f"{PHASES}3"], "by 3 processes: start on 2"),
+    ],
+)
+def test_ranks_that_cannot_share_the_batch_are_not_started(tmp_path, monkeypatch, capsys, words, said):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(os, "environ", {**os.environ, "DS_ACCELERATOR": "cpu"})
+    for dry in (["--dry-run"], []):
+        assert launch.main([*words, *dry, "demo"]) == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert said in line
+
+
+@pytest.mark.parametrize("words", [["local", "--processes", "4"], ["slurm", "--gpus-per-node", "4"]])
+def test_ranks_of_a_run_with_a_checkpoint_may_take_smaller_micro_batches(tmp_path, monkeypatch, capsys, words):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(os, "environ", {**os.environ, "DS_ACCELERATOR": "cpu"})
+    (tmp_path / "run" / "checkpoints" / "step00000010").mkdir(parents=True)
+    run = [*words, "--dry-run", "demo", "--out"]
+    assert launch.main([*run, "run"]) == 0
+    assert launch.main([*run, "new"]) == 2 and "4 processes × 8 per micro-batch" in capsys.readouterr().err
+    assert launch.main([*run, "run", "--set", "model.n_layer=8", "--set", "pipeline.stages=8"]) == 2
+    assert "4 ranks cannot be divided into groups of pipeline 8: start a multiple of 8 ranks" in capsys.readouterr().err
+
+
 def test_variables_of_the_submitting_shell_do_not_reach_another_kind_of_job(monkeypatch, capsys):
     monkeypatch.setenv(slurm_job.ELASTIC, "5:8")
     monkeypatch.setenv("MST_DOCTOR", "1")
-    assert slurm.main(["--dry-run", "demo"]) == 0
+    assert slurm.main(["--gpus-per-node", "2", "--dry-run", "demo"]) == 0
     assert "doctor" not in capsys.readouterr().out and slurm_job.ELASTIC not in os.environ
 
 

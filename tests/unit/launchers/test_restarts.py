@@ -13,7 +13,7 @@ SUPERVISOR = SimpleNamespace(asked_to_stop=lambda: False, pause=lambda seconds: 
 
 @pytest.mark.parametrize(
     ("codes", "ends", "words"),
-    [([4, 0], 0, "verified"), ([1, 0], 0, "restarting from"), ([4, 4], 4, "after 1 restarts")],
+    [([4, 0], 0, "verified"), ([1, 0], 0, "restarting from"), ([4, 4], 4, "after 1 restart\n")],
 )
 def test_a_corrupted_run_is_started_again(monkeypatch, capsys, codes, ends, words):
     monkeypatch.setattr(restarts, "outcome", lambda code, out: "done" if code == 0 else "again")
