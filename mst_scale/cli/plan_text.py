@@ -131,7 +131,7 @@ def _conclusion(plan: Plan) -> str:
         plural = "s" if len(storage["compact_phases"]) > 1 else ""
         lines.append(_wrap(f"compact storage in the {names} phase{plural} (only with `mst_scale.pretrain`)"))
     elif plan.experiment.mst.compute.compact == "auto" and plan.sparse_parameters:
-        lines.append(f"dense storage of sparse layers: {storage['why_dense']}")
+        lines.append(_wrap(f"dense storage of sparse layers: {storage['why_dense']}"))
     elif plan.could_be_compact:
         lines.append(
             "dense storage of sparse layers; with --set mst.compute.compact=auto, pretrain stores only active\n"

@@ -33,13 +33,14 @@ def why_not_compact(experiment: Experiment) -> str | None:
     config = experiment.deepspeed
     offload: dict[str, Any] = config.get("zero_optimization", {}).get("offload_param") or {}
     offloaded = offload.get("device", "none") not in ("none", None)
-    return why_method_not_compact(experiment) or why_layout_not_compact(sizes_of(config), offloaded)
+    return why_layout_not_compact(sizes_of(config), offloaded) or why_method_not_compact(experiment)
 
 
 def why_method_not_compact(experiment: Experiment) -> str | None:
     """Return the reason that does not depend on how the model is shared, or None."""
     mst, config = experiment.mst, experiment.deepspeed
     topology, sparsities = mst.topology, experiment.sparsities
+    changes = f"the sparsity changes ({min(sparsities):g} to {max(sparsities):g})"
     if mst.stays_dense:
         return f"method {mst.method} has no masks"
     if mst.compute.compact == "off":
@@ -47,7 +48,7 @@ def why_method_not_compact(experiment: Experiment) -> str | None:
     kind = str(config.get("optimizer", {}).get("type", "")).lower()
     cases = {
         f"method {mst.method} multiplies by a function of its weights": mst.function is not None,
-        f"the sparsity changes ({min(sparsities):g} to {max(sparsities):g})": len(sparsities) > 1,
+        f"{changes}; only long phases of one sparsity are compact, in mst_scale.pretrain": len(sparsities) > 1,
         "mst.topology.granularity is not element": topology.granularity != "element",
         f"policy {topology.policy} reads momentum of inactive weights": "momentum" in topology.chosen.reads,
         f"mst.compute.backend {mst.compute.backend} reads a matrix": mst.compute.backend == "block",

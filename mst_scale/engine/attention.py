@@ -53,7 +53,8 @@ class AttentionPattern(Component):
         turns = [start for start, pattern in self.schedule.pieces if pattern.kind == "dense"]
         until = f" until step {turns[0]}" if turns else ""
         partly = f" (not all of it: {self.why_dense})" if self.why_dense else ""
-        return f"attention of {self.layers} layers follows {self.pattern}{until}{partly}"
+        layers = f"{self.layers} layer{'s' * (self.layers != 1)}"
+        return f"attention of {layers} follows {self.pattern}{until}{partly}"
 
     def after_step(self, updated: bool) -> None:
         self._follow()

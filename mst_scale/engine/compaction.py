@@ -18,7 +18,7 @@ import torch
 from deepspeed.pipe import PipelineModule, TiedLayerSpec
 from torch import nn
 
-from mst_scale.comm import Mesh, logger
+from mst_scale.comm import Mesh, ParallelDims, logger
 from mst_scale.comm.exchange import Exchange, Stages
 from mst_scale.config import Experiment
 from mst_scale.config.compact import why_not_compact
@@ -91,13 +91,13 @@ def make_compact(
 def _why_dense_here(optimizer: Any, model: nn.Module, others: dict[str, Any]) -> str | None:
     """Return which of the arguments keeps a run dense; None if none does."""
     mpu = others.get("mpu")
+    mesh = mpu.sizes if isinstance(mpu, Mesh) else ParallelDims()
     cases = {
         "the optimizer is an object that has the dense weights": isinstance(optimizer, torch.optim.Optimizer),
         "the optimizer is not the config's Adam or AdamW": optimizer is not None,
-        "layers are split over ranks": isinstance(model, PipelineModule)
-        and model.mpu().get_slice_parallel_world_size() > 1,
-        "the mpu is not a Mesh that cuts sequences alone": mpu is not None
-        and not (isinstance(mpu, Mesh) and mpu.sizes.tensor == mpu.sizes.pipeline == 1),
+        "layers are split over ranks": mesh.tensor * mesh.pipeline > 1
+        or (isinstance(model, PipelineModule) and model.mpu().get_slice_parallel_world_size() > 1),
+        "the mpu is not a mst_scale.comm.Mesh": mpu is not None and not isinstance(mpu, Mesh),
     }
     return next((reason for reason, applies in cases.items() if applies), None)
 

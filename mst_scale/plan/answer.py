@@ -108,7 +108,7 @@ class Plan:
     def storage(self) -> dict[str, Any]:
         """The phases whose sparse layers store only active weights, or the reason why all of them are dense."""
         s, found = self.setting, [phase.name for phase in self.phases if phase.compact]
-        why = why_method_not_compact(self.experiment) or why_layout_not_compact(s.sizes, s.offload_parameters)
+        why = why_layout_not_compact(s.sizes, s.offload_parameters) or why_method_not_compact(self.experiment)
         return {"compact_phases": found, "why_dense": None if found else why}
 
     @property

@@ -11,6 +11,7 @@ from torch._dynamo.utils import counters
 import mst_scale
 from mst_scale import zero_shards
 from mst_scale.checkpoints import open_masks
+from mst_scale.comm import Mesh, ParallelDims
 from mst_scale.config import ModelConfig, load
 from mst_scale.engine.compaction import make_compact
 from mst_scale.errors import UserError
@@ -219,7 +220,8 @@ def test_bit_equal_with_sequences_cut_over_ranks(stage):
 
 
 WHY = [
-    ({"mst.sparsity.variation": "sv"}, "the sparsity changes"),
+    ({"mst.sparsity.variation": "sv"}, "only long phases of one sparsity are compact, in mst_scale.pretrain"),
+    ({"mst.sparsity.variation": "sv", "tensor_parallel": {"autotp_size": 2}}, "layers are split over ranks"),
     ({"mst.topology.policy": "snfs"}, "reads momentum"),
     ({"mst.topology.granularity": {"block": 4}}, "granularity is not element"),
     ({"optimizer": {"type": "SGD", "params": {"lr": 0.1}}}, "not the config's Adam"),
@@ -241,7 +243,19 @@ def test_what_cannot_be_compact_stays_dense_and_one_line_says_why(changes, reaso
     lines = [record.getMessage() for record in caplog.records if "mst.compute.compact" in record.getMessage()]
     assert len(lines) == 1 and reason in lines[0]
     assert not zero_shards.indexes_of(model)
-    assert setting_of(load(config), 1).compacted is None, "mst plan"
+    ranks = config.get("tensor_parallel", {}).get("autotp_size", 1)
+    assert setting_of(load(config), ranks).compacted is None, "mst plan"
+
+
+@pytest.mark.parametrize("sizes", [ParallelDims(tensor=2), None])
+def test_the_reason_names_what_an_mpu_does(sizes, caplog):
+    mpu, reason, model = object(), "the mpu is not a mst_scale.comm.Mesh", toy()
+    if sizes is not None:
+        mpu, reason = Mesh.__new__(Mesh), "layers are split over ranks"  # without process groups
+        mpu.sizes = sizes
+    with caplog.at_level(logging.INFO, "mst_scale"):
+        make_compact(model, load(constant_config(1, 1, "auto")), None, model.parameters(), {"mpu": mpu})
+    assert f"kept as zeros, because {reason}" in caplog.text and not zero_shards.indexes_of(model)
 
 
 def test_a_layer_of_another_kind_stays_dense(caplog):

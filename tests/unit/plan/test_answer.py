@@ -131,12 +131,14 @@ def test_a_run_whose_sparsity_changes_is_compact_in_its_long_phase():
         (["mst.topology.policy=snfs"], {}, "momentum"),
         (["mst.sparsity.variation=sv", "mst.sparsity.max=0.4"], {}, "the sparsity changes"),
         ([], {"tensor": 2}, "split over ranks"),
+        (["mst.sparsity.variation=sv"], {"tensor": 2}, "split over ranks"),
     ],
 )
 def test_a_run_whose_layers_stay_dense_says_why(overrides, fixed, reason):
     answer = plan(constant("gpt3_1.3b", *overrides), 8, A100, fixed=fixed)
     assert not answer.storage["compact_phases"] and reason in answer.storage["why_dense"]
-    assert f"dense storage of sparse layers: {answer.storage['why_dense']}" in format_plan(answer)
+    text = " ".join(format_plan(answer).split())
+    assert f"dense storage of sparse layers: {answer.storage['why_dense']}" in text
     assert answer.memory.optimizer > 0.9 * 12 * answer.parameters / 8 / fixed.get("tensor", 1)
 
 
