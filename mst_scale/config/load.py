@@ -164,11 +164,14 @@ def read(config: str | Path | dict[str, Any]) -> tuple[str, dict[str, Any]]:
     except FileNotFoundError:
         raise UserError(describe_missing(config)) from None
     except (PermissionError, IsADirectoryError, NotADirectoryError, UnicodeDecodeError) as error:
-        raise UserError(f"{path}: cannot be read: {error}") from None
+        raise UserError(f"{path}: cannot be read: {getattr(error, 'strerror', error)}") from None
     except OSError as error:  # the machine failed (EIO, ESTALE); the message alone would not name the file
         raise OSError(error.errno, f"cannot be read: {error.strerror}", str(path)) from None
     except json.JSONDecodeError as error:
-        raise UserError(f"{path}: not valid JSON: {error.msg} at line {error.lineno}, column {error.colno}") from None
+        where = f"{error.msg} at line {error.lineno}, column {error.colno}"
+        trailing = error.doc[: error.pos].rstrip().endswith(",") and error.doc[error.pos :].startswith(("}", "]"))
+        fix = ": remove the comma before it" if trailing else ""
+        raise UserError(f"{path}: not valid JSON: {where}{fix}") from None
     except KeyError as error:
         raise UserError(f"{path}: the key {error} occurs twice in one object") from None
     except RecursionError:

@@ -89,6 +89,9 @@ def test_errors_name_the_key_and_the_fix(raw, message):
     ("text", "message"),
     [
         ("{", "not valid JSON: .* at line 1"),
+        ('{"a": 1,\n}', "not valid JSON: .*comma"),  # Python 3.13 says so by itself
+        ('{"a": [1, ]}', "not valid JSON: .*comma"),
+        ('{"a": 1, b}', "not valid JSON: .* at line 1, column 10$"),
         ("[1]", "a config must be a JSON object"),
         ('{"mst": {"seed": 1, "seed": 2}}', "c.json: the key 'seed' occurs twice in one object"),
         (None, "no such config file"),
@@ -103,6 +106,11 @@ def test_unreadable_files(tmp_path, text, message):
         path.write_text(text)
     with pytest.raises(ValueError, match=message):
         load(path)
+
+
+def test_a_folder_is_not_a_config(tmp_path):
+    with pytest.raises(ValueError, match=f"{tmp_path}: cannot be read: Is a directory$"):
+        load(tmp_path)
 
 
 @pytest.mark.parametrize("override", ["mst", "=3", "mst..max=1", "train_batch_size.x=1"])
