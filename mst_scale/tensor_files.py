@@ -18,6 +18,17 @@ from safetensors.torch import save_file
 
 from mst_scale.errors import Damaged
 
+COMPACT = "mst_scale.compact"  # `format` in the metadata of the files that `compact_files` reads and writes
+
+
+def is_compact(path: Path) -> bool:
+    """Return whether a file begins like a compact file; it may be damaged."""
+    try:
+        with path.open("rb") as file:
+            return COMPACT.encode() in file.read(1 << 20)  # a damaged header cannot be parsed
+    except OSError:
+        return False
+
 
 @contextlib.contextmanager
 def opened(path: Path) -> Iterator[Any]:

@@ -79,9 +79,19 @@ def locate(path: Path) -> Path:
 
 
 def _check_exported(folder: Path) -> None:
-    """Raise Damaged if this is an exported model that is only not recognized because of its config.json."""
-    if not any(folder.glob("model*.safetensors")):  # the files that mst export writes
+    """Raise an error that says what is wrong with an exported model as a checkpoint.
+
+    Raises:
+        UserError: if it is a compact file.
+        Damaged: if it is a model of transformers that is only not recognized because of its config.json.
+    """
+    from mst_scale.tensor_files import is_compact  # imports torch
+
+    files = [*folder.glob("model*.safetensors")]  # that mst export writes
+    if not files:
         return
+    if any(map(is_compact, files)):
+        raise UserError(f"{folder} holds a compact file, not a checkpoint: give the run or checkpoint it was made from")
     path = folder / "config.json"
     try:
         raw = json.loads(path.read_bytes())

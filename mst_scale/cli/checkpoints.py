@@ -84,7 +84,7 @@ def _format_masks(report: Report) -> str:
 MASKS = """\
 Write the masks of SOURCE to OUT, a safetensors file with one bool tensor per parameter, true where a weight is active.
 
-SOURCE is a checkpoint or a run; a transformers folder, whose zeros become the masks; or a mask file to convert.
+SOURCE is a checkpoint or a run; a compact file; a transformers folder, whose zeros become the masks; or a mask file.
 Parameters have the names of the model without PEFT's adapters.
 --packed writes one bit per weight (uint8, in the order of numpy.packbits; the shapes are in the file's metadata).
 A run uses such a file with "mst": {"method": "fixed", "masks": OUT}; notebooks read it with safetensors' load_file.
@@ -99,7 +99,9 @@ examples:
 def _add_masks(subparsers: Any) -> None:
     command = add_command(subparsers, "masks", _write_masks, "write masks for other tools, and for method fixed", MASKS)
     option = command.add_argument
-    option("source", metavar="SOURCE", type=Path, help="a checkpoint, a run, a model folder or a mask file")
+    option(
+        "source", metavar="SOURCE", type=Path, help="a checkpoint, a run, a compact file, a model folder or a mask file"
+    )
     option("out", metavar="OUT", type=Path, help="file to write, NAME.safetensors")
     option("--packed", action="store_true", help="write one bit per weight")
     option("--json", action="store_true", help="print one JSON object")

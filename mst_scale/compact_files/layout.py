@@ -32,11 +32,12 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
+from mst_scale import tensor_files
 from mst_scale.errors import UserError
-from mst_scale.tensor_files import save
+from mst_scale.tensor_files import COMPACT, save
 
 FILE = "model.safetensors"
-FORMAT, VERSION = "mst_scale.compact", "1"
+VERSION = "1"
 MASK, VALUES = ".mask", ".values"
 _WEIGHTS = torch.tensor([128, 64, 32, 16, 8, 4, 2, 1], dtype=torch.uint8)
 
@@ -82,7 +83,7 @@ def write(
         else:
             parts[name + MASK], parts[name + VALUES] = found
             shapes[name] = list(tensor.shape)
-    metadata = {"format": FORMAT, "version": VERSION}
+    metadata = {"format": COMPACT, "version": VERSION}
     metadata |= {key: json.dumps(value) for key, value in (("model", model), ("shapes", shapes), ("about", about))}
     save(parts, path, {**metadata, "sha256": _digest(metadata, parts)})
     return path.stat().st_size
@@ -137,11 +138,7 @@ def masks_of(path: Path) -> Iterator[tuple[str, torch.Tensor]]:
 
 def is_compact(path: Path) -> bool:
     """Return whether a file, or model.safetensors in a folder, begins like a compact file; it may be damaged."""
-    try:
-        with file_of(path).open("rb") as file:
-            return FORMAT.encode() in file.read(1 << 20)  # a damaged header cannot be parsed
-    except OSError:
-        return False
+    return tensor_files.is_compact(file_of(path))
 
 
 def file_of(path: Path) -> Path:
@@ -164,7 +161,7 @@ def open_compact(path: Path) -> CompactFile:
         raise UserError(f"there is no file {path}: mst export RUN OUT --compact writes one") from None
     except SafetensorError as error:
         raise UserError(f"{path} is damaged or cut short ({error}): export the run again, or copy it again") from None
-    if metadata.get("format") != FORMAT:
+    if metadata.get("format") != COMPACT:
         raise UserError(f"{path} is not a compact file of mst_scale: mst export RUN OUT --compact writes one")
     if metadata.get("version") != VERSION:
         raise UserError(

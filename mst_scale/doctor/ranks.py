@@ -115,7 +115,8 @@ def check_threads(of: Sequence[Facts]) -> Finding:
         threads, cores = sum(fact.threads for fact in here), len({core for fact in here for core in fact.cores})
         if threads > cores:
             return look("threads", f"the ranks of {host} have {threads} threads together on {cores} cores", fix)
-    return ok("threads", f"{of[0].threads} per rank, {len(of[0].cores)} cores")
+    cores = len(of[0].cores)
+    return ok("threads", f"{of[0].threads} per rank, {cores} core{'s' * (cores != 1)}")
 
 
 def compare_devices(of: Sequence[Facts]) -> Finding:

@@ -3,9 +3,11 @@
 import json
 
 import pytest
+import torch
 
 from mst_scale.checkpoints.mask_report import inspect
 from mst_scale.cli import main
+from mst_scale.compact_files import layout
 from tests.ranks.checkpoints.test_mask_files import SHAPES, whole
 from tests.ranks.checkpoints.test_mask_report import damaged, sealed
 
@@ -51,7 +53,13 @@ def test_bad_input_is_one_line_and_damage_is_not_a_usage_error(tmp_path, capsys)
     torn = sealed(tmp_path / "step00000041", whole(1))
     (torn / "manifest.json").write_text("{")
     (tmp_path / "empty").mkdir()
-    cases = (("nowhere", 2, "there is no folder"), ("empty", 2, "contains no checkpoint"))
+    (tmp_path / "compact").mkdir()
+    layout.write(tmp_path / "compact" / "model.safetensors", [("w", torch.zeros(4, 4), None)], {}, {})
+    cases = (
+        ("nowhere", 2, "there is no folder"),
+        ("empty", 2, "contains no checkpoint"),
+        ("compact", 2, "holds a compact file, not a checkpoint"),
+    )
     for name, code, message in (
         *cases,
         (folder.name, 1, "rank_00001.safetensors does not match its checksum"),

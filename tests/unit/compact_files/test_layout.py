@@ -109,7 +109,7 @@ def test_a_later_version_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 def test_a_header_that_is_not_json_is_an_error_of_the_user(tmp_path: Path):
     from safetensors.torch import save_file
 
-    metadata = {"format": layout.FORMAT, "version": layout.VERSION, "model": "{", "shapes": "{}", "about": "{}"}
+    metadata = {"format": layout.COMPACT, "version": layout.VERSION, "model": "{", "shapes": "{}", "about": "{}"}
     parts = {"a": torch.zeros(3)}
     save_file(parts, tmp_path / "m.safetensors", {**metadata, "sha256": layout._digest(metadata, parts)})
     with pytest.raises(UserError, match="is damaged"):
