@@ -68,7 +68,7 @@ def inspect(path: Path) -> Report:
                 raise Damaged(f"{checkpoint / folder} was not saved with this checkpoint: its manifest has no masks")
             return Report(checkpoint, manifest["step"], "dense", 0.0, 0.0, None, [])
     elif not (checkpoint / folder).exists():
-        raise UserError(f"{checkpoint} holds no masks, and no manifest that says it was trained without")
+        raise UserError(f"{checkpoint} holds no masks: it was trained without mst_scale, or densely in your own loop")
     masks = mask_files.read_all(checkpoint)
     try:
         layers = [report(name, masks.shards(name)) for name in masks.head["names"]]

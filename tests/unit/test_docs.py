@@ -2,6 +2,7 @@
 
 import ast
 import io
+import pkgutil
 import re
 import sys
 import tokenize
@@ -118,6 +119,31 @@ def test_comments_docstrings_and_messages_are_read(tmp_path: Path):
     path = tmp_path / "module.py"
     path.write_text('"""No cure."""\nx = f"the rival {1} is here"  # woken\ny = "alive", "is \\"alive\\" `born`"\n')
     assert AVOIDED.findall(prose(written(path))) == ["woken", "cure", "rival"]
+
+
+NAME = re.compile(r"(?<![\w./\-])mst_scale(?:\.[a-zA-Z_]\w*)+(?![\w/])")
+NOT_A_NAME = {"mst_scale.compact"}  # the `format` of compact files
+
+
+def names_of(text: str) -> set[str]:
+    """The names of the package in a page: written out, or imported in an example."""
+    names = set(NAME.findall(text)) - NOT_A_NAME
+    for example in re.findall(r"```python\n(.*?)```", text, flags=re.S):
+        for node in ast.walk(ast.parse(example)):
+            if isinstance(node, ast.ImportFrom) and str(node.module).startswith("mst_scale"):
+                names |= {f"{node.module}.{alias.name}" for alias in node.names}
+    return names
+
+
+@pytest.mark.parametrize("page", [page for page in REVISED if page != "docs/migration.md"])
+def test_every_name_in_a_page_exists(page: str):
+    for name in names_of((ROOT / page).read_text()):
+        assert pkgutil.resolve_name(name) is not None
+
+
+def test_names_in_pages_are_found():
+    text = "`mst_scale.a.b(x)` mst_scale/c.d\n```python\nfrom mst_scale.e import f\n```"
+    assert names_of(text) == {"mst_scale.a.b", "mst_scale.e", "mst_scale.e.f"}
 
 
 def test_the_navigation_of_the_site_names_every_page():
