@@ -6,10 +6,15 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
+from mst_scale.config.blocks import TrainingConfig
 from mst_scale.report.reader import Run
+from mst_scale.validation import NO_EFFECT, fields_of
 
 SEEDS = ("training.seed", "mst.seed")
 NOT_TRAINING = ("tensorboard.", "csv_monitor.", "wandb.", "comet.", "steps_per_print", "training.keep_checkpoints")
+NO_RESULT = tuple(  # keys such as logging intervals, which do not tell why results differ
+    f"training.{name}" for name, field in fields_of(TrainingConfig).items() if field.json_schema_extra == NO_EFFECT
+)
 MAX_NAME = 34  # characters that fit into a legend
 
 
@@ -69,6 +74,7 @@ def _names(groups: list[list[Run]]) -> list[str]:
         if same and run.config:
             mine = _settings(run)
             keys = [k for k in mine if any(_settings(o).get(k) != mine[k] for o in same) and not k.startswith("data.")]
+            keys.sort(key=lambda key: key.startswith(NO_RESULT))
             differences = ", ".join(f"{k.rpartition('.')[2]} {mine[k]}" for k in keys[:2] if k != "mst.method")
             name = f"{name}, {differences}" if differences else run.name
         found.append(name if len(name) <= MAX_NAME else name[: MAX_NAME - 1] + "…")

@@ -18,3 +18,20 @@ def test_runs_that_differ_only_in_their_corpus_have_different_names(tmp_path):
         reader.update()
         found.append(reader.run)
     assert [group.name for group in group_runs(found)] == [run.name for run in found]
+
+
+def test_names_prefer_keys_that_explain_a_result(tmp_path):
+    """Intervals of logging and evaluation come first in a config, but do not explain why losses differ."""
+    found = []
+    for number, variation in enumerate(("sv", "sparse"), start=1):
+        folder = runs.write(tmp_path / str(number), steps=20)
+        path = folder / "config.json"
+        raw = json.loads(path.read_text())
+        raw["training"] |= {"log_every": number, "eval_every": 10 * number, "eval_tasks": None}
+        raw["mst"]["sparsity"] = {**raw["mst"].get("sparsity", {}), "variation": variation}
+        path.write_text(json.dumps(raw))
+        reader = Reader(folder)
+        reader.update()
+        found.append(reader.run)
+    names = [group.name for group in group_runs(found)]
+    assert names == ["mst, variation sv, log_every 1", "mst, variation sparse, log_every 2"]
