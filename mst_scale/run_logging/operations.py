@@ -67,6 +67,9 @@ class Operations:
     ):  # fmt: skip
         self.out, self.health, self.command = out, health, command
         self._disk = OptionalWrites()
+        if health is not None:
+            with contextlib.suppress(OSError):  # the first write reports it
+                health.parent.mkdir(parents=True, exist_ok=True)
         self._children: list[subprocess.Popen[bytes]] = []
         counted = [event.get("what") for event in events]
         self.state: dict[str, Any] = {

@@ -90,8 +90,14 @@ def test_a_command_that_cannot_start_is_a_mistake(text):
         command_of(text)
 
 
+def test_the_folder_of_the_health_file_is_created(tmp_path):
+    Operations(tmp_path, 10, health=tmp_path / "new" / "er" / "health.json").row(ROW)
+    assert json.loads((tmp_path / "new" / "er" / "health.json").read_text())["state"] == "training"
+
+
 def test_files_that_cannot_be_written_do_not_end_a_run(tmp_path, caplog):
     operations = Operations(tmp_path / "gone", 10, health=tmp_path / "gone" / "health.json")
+    (tmp_path / "gone").rmdir()
     operations.row(ROW)
     operations.event("spike", step=1)
     operations.row(ROW)
