@@ -165,8 +165,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
 if __name__ == "__main__":
     from mst_scale import comm
 
-    try:
-        code = main()
-    except Exception as error:  # one line from one rank, and no rank waits for another
-        comm.end(error)
-    raise SystemExit(code)
+    comm.run_program(main)  # one line from one rank, and no rank waits for another

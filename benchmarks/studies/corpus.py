@@ -22,6 +22,7 @@ import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
+from mst_scale.comm import run_program
 from mst_scale.comm.parser import Parser, validate_folder
 from mst_scale.errors import UserError
 
@@ -149,4 +150,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    run_program(main)

@@ -18,6 +18,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from scipy.stats import t
 
+from mst_scale.comm import run_program
 from mst_scale.flops.frontier import Multiplier
 from mst_scale.report.style import Plot, Theme, legend
 
@@ -182,4 +183,4 @@ def drawn(found: Sequence[Setting], law: Fit, pool: Pooled) -> Plot:
 
 
 if __name__ == "__main__":
-    write_page(written, __doc__)
+    run_program(lambda: write_page(written, __doc__))

@@ -29,6 +29,7 @@ from typing import Any
 
 import torch
 
+from mst_scale.comm import run_program
 from mst_scale.comm.parser import at_least
 from mst_scale.config import Experiment, load
 from mst_scale.config.check import check
@@ -262,4 +263,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    run_program(main)

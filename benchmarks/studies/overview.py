@@ -18,7 +18,9 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
+from mst_scale.comm import run_program
 from mst_scale.comm.parser import Parser
+from mst_scale.errors import UserError
 from mst_scale.flops.frontier import AT_LEAST, AT_MOST, Multiplier
 from mst_scale.hybrid_sparse_attention.pattern import ACCOUNTINGS
 from mst_scale.report.frontier import flop_multiplier, marker_of
@@ -83,7 +85,11 @@ class Setting:
 
 
 def settings(results: Path) -> list[Setting]:
-    """Every setting with a finished run, in the order of recipe, model and length."""
+    """Every setting with a finished run, in the order of recipe, model and length.
+
+    Raises:
+        UserError: if there is none.
+    """
     rows = records.known(results)
     found = []
     for name in dict.fromkeys(study for variants in RECIPES.values() for study in variants):
@@ -104,6 +110,8 @@ def settings(results: Path) -> list[Setting]:
             its = {key: value for key, value in read.items() if value is not None}
             weights, tokens = experiment.model.weights, law.tokens(experiment)
             found.append(Setting(name, recipes[one.cell.variant], weights, tokens, one.flops, its))
+    if not found:
+        raise UserError(f"{results} has no records of these studies (STUDY.runs.jsonl.gz)")
     return sorted(found, key=lambda one: (list(RECIPES).index(one.recipe), one.weights, one.tokens))
 
 
@@ -206,4 +214,4 @@ def write_page(written: Callable[[Path], Path], description: str | None) -> None
 
 
 if __name__ == "__main__":
-    write_page(written, __doc__)
+    run_program(lambda: write_page(written, __doc__))

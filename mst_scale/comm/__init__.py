@@ -28,6 +28,7 @@ from mst_scale.comm.exits import (
     is_plain,
     leave,
     one_line,
+    run_program,
     tell_launcher,
     thread_failed,
 )

@@ -18,7 +18,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
-from mst_scale.comm.launch import launched_rank
+from mst_scale.comm.launch import launched_rank, several
 from mst_scale.comm.messages import logger
 from mst_scale.errors import CorruptedError, Damaged, DivergedError, UserError
 
@@ -114,6 +114,20 @@ def end(error: BaseException, on_all_ranks: bool = False) -> NoReturn:
             traceback.print_exception(error)
         sys.stderr.flush()
     os._exit(exit_code(error))
+
+
+def run_program(main: Callable[[], int | None]) -> NoReturn:
+    """Run a program and end with its exit code, or with one line if the user made a mistake."""
+    try:
+        code = main()
+    except Exception as error:
+        if several():
+            end(error)
+        if not is_plain(error):
+            raise
+        print(f"mst_scale: {one_line(error)}", file=sys.stderr)
+        code = exit_code(error)
+    raise SystemExit(code)
 
 
 def tell_launcher(variable: str) -> None:
