@@ -13,7 +13,7 @@ from mst_scale.checkpoints.mask_report import inspect
 from mst_scale.config.blocks import ModelConfig
 from mst_scale.dead_units.units import LineFlags, find_units
 from mst_scale.models import build
-from mst_scale.pretrain import prepare
+from mst_scale.pretrain import building
 from mst_scale.shard import Shard
 from tests.support import pool, tiny_run
 from tests.support.toy_engine import STAGES, full, mst_config
@@ -289,7 +289,7 @@ def test_a_model_whose_units_are_not_known_has_none():
 def whole_run(rank, world, argv):
     """A run of `pretrain` whose model has dead units from the start."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(prepare, "build", lambda config, tensor: with_dead_units(build(config, tensor)))
+        patch.setattr(building, "build", lambda config, tensor: with_dead_units(build(config, tensor)))
         return attempt(rank, world, argv)
 
 
