@@ -156,15 +156,30 @@ def report_failed(*ranks: int) -> None:
 
 
 def end_with_launcher() -> None:
-    """End this rank when the DeepSpeed or torchrun launcher that started it is gone.
+    """End this rank when the DeepSpeed or torchrun launcher that started it is gone, or is gone already.
 
     A launcher that is killed leaves its ranks behind. They would keep the GPUs and the run folder locked, and the next
     start would wait for both. mpirun and srun have daemons that prevent this.
     """
     if not any(name in os.environ for name in LAUNCHER_VARIABLES):
         return
+    launcher = os.getppid()
     signal_at_end_of_parent(signal.SIGCONT)  # wakes up a rank that is stopped, too
-    threading.Thread(target=_await_end_of, args=(os.getppid(),), name="mst_scale launcher", daemon=True).start()
+    if _is_orphan(launcher):
+        _end_without_launcher("the launcher")
+    threading.Thread(target=_await_end_of, args=(launcher,), name="mst_scale launcher", daemon=True).start()
+
+
+def _is_orphan(parent: int) -> bool:
+    """Return whether the launcher was gone before this process could look, so that another process is its parent.
+
+    A launcher is a Python process; a script that a launcher runs around the rank has the same session as the rank.
+    What adopts the rank, such as init, is neither.
+    """
+    try:
+        return os.getsid(parent) != os.getsid(0) and "python" not in Path(os.readlink(f"/proc/{parent}/exe")).name
+    except OSError:  # it has just ended, or belongs to another user; without /proc nothing is known
+        return os.path.exists("/proc/self/exe")
 
 
 def signal_at_end_of_parent(number: int) -> None:
@@ -176,13 +191,17 @@ def signal_at_end_of_parent(number: int) -> None:
 def _await_end_of(launcher: int) -> None:
     while os.getppid() == launcher:
         time.sleep(POLL_SECONDS)
+    _end_without_launcher(f"the launcher (process {launcher})")
+
+
+def _end_without_launcher(launcher: str) -> NoReturn:
     if os.environ.get("LOCAL_RANK", "0") != "0":
         time.sleep(2 * POLL_SECONDS)  # let the first rank of the machine print the reason before it loses this one
     else:
         with contextlib.suppress(OSError):
             print(
-                f"\nmst_scale: the launcher (process {launcher}) is gone, so its ranks exit; run the same command "
-                "again to resume from the latest complete checkpoint",
+                f"\nmst_scale: {launcher} is gone, so its ranks exit; run the same command again to resume from the "
+                "latest complete checkpoint",
                 file=sys.stderr,
                 flush=True,
             )

@@ -144,7 +144,7 @@ def validate_same_adam(saved: str | None, now: str, source: Path) -> None:
     Raises:
         UserError: if they differ.
     """
-    both_adam = saved is not None and "Adam" in saved and "Adam" in now
+    both_adam = all("Adam" in name and "Muon" not in name for name in (saved or "", now))
     if both_adam and str(saved).partition(".")[0] != now.partition(".")[0]:
         raise UserError(
             f"{source} was saved with {saved}, and this config trains with {now}: leave optimizer.params.torch_adam "

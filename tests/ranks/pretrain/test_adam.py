@@ -118,3 +118,11 @@ def test_states_of_torchs_adam_are_not_loaded_into_deepspeeds(tmp_path, more):
     ((code, said),) = pool.run(attempt, 1, arguments(tmp_path, **{**blocks, **more}))
     assert code == 2 and "torch.AdamW, fused" in said and "optimizer.params.torch_adam" in said
     assert len(said.splitlines()) == 1
+
+
+def test_states_of_adam_are_not_loaded_into_muon(tmp_path):
+    assert pool.run(attempt, 1, arguments(tmp_path, mst=MST)) == [(0, "")]
+    back_to_step_8(tmp_path / "out")
+    ((code, said),) = pool.run(attempt, 1, arguments(tmp_path, mst=MST, optimizer={"type": "Muon"}))
+    assert code == 2 and "the states of torch.AdamW, and this run trains with deepspeed.Muon" in said
+    assert len(said.splitlines()) == 1

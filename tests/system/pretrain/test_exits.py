@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from mst_scale import comm
+from mst_scale.comm.exits import LAUNCHER_VARIABLES
 from mst_scale.errors import UserError
 from mst_scale.pretrain import start
 from tests.support import tiny_run
@@ -113,3 +114,39 @@ def test_only_one_rank_logs_under_mpirun_too(words, said):
     )  # fmt: skip
     assert child.returncode == 2 and child.stderr.count("mst_scale: ") == 1 and said in child.stderr
     assert "usage:" not in child.stderr and "Traceback" not in child.stderr
+
+
+RANK = """
+import os, sys, time
+from mst_scale import comm
+while os.getppid() == int(sys.argv[1]):
+    time.sleep(0.01)
+comm.exits.POLL_SECONDS = 0.1
+comm.end_with_launcher()
+time.sleep(2)
+print("trains", flush=True)
+"""
+LAUNCHER = """
+import os, subprocess, sys
+words = [*sys.argv[3:], sys.executable, "-c", sys.argv[1], str(os.getpid() if sys.argv[2] == "dies" else 0)]
+rank = subprocess.Popen(words, start_new_session="TORCHELASTIC_RUN_ID" in os.environ)
+if sys.argv[2] == "dies":
+    os.kill(os.getpid(), 9)
+rank.wait()
+"""
+SCRIPT = ("bash", "-c", '"$@"; exit', "script")
+
+
+@pytest.mark.parametrize("launcher", ["CROSS_RANK", "TORCHELASTIC_RUN_ID"])
+@pytest.mark.parametrize(("fate", "around"), [("dies", ()), ("lives", ()), ("lives", SCRIPT)])
+def test_a_rank_whose_launcher_died_while_it_was_starting_ends(launcher, fate, around):
+    """The rank looks for its launcher when that is gone; a script around the rank may be its parent instead."""
+    environment = {name: value for name, value in tiny_run.environment().items() if name not in LAUNCHER_VARIABLES}
+    child = subprocess.run(
+        [sys.executable, "-c", LAUNCHER, RANK, fate, *around],
+        env={**environment, launcher: "1"}, capture_output=True, text=True, check=False, timeout=120,
+    )  # fmt: skip
+    if fate == "dies":
+        assert child.stdout == "" and child.stderr.strip().startswith("mst_scale: the launcher is gone, so its ranks")
+    else:
+        assert (child.stdout, child.stderr) == ("trains\n", "")
