@@ -62,9 +62,7 @@ def add(subparsers: Any) -> None:
         help="for expand, ligo and stack: the smaller run, whose FLOPs count too",
     )
     option("--set", action="append", default=[], metavar="K=V", help="override any key, repeatable")
-    option(
-        "--ranks", type=int, default=1, metavar="N", help="ranks, if the config sets the batch per rank (default: 1)"
-    )
+    option("--ranks", type=int, metavar="N", help="ranks that share the batch, which matters if it is set per rank")
     option("--topology", action="store_true", help="also count topology steps, on a separate line")
     option("--json", action="store_true", help="print one JSON object")
 
@@ -72,23 +70,26 @@ def add(subparsers: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     """Print the FLOPs of a config, or the paper's table."""
     if args.paper:
-        if args.method or args.match_flops or args.grow_from or args.set or args.topology or args.ranks != 1:
+        if args.method or args.match_flops or args.grow_from or args.set or args.topology or args.ranks is not None:
             others = "--method, --match-flops, --from, --set, --ranks and --topology"
             raise UserError(f"--paper prints the paper's own runs: leave out {others}")
         found = _paper()
         print(json.dumps(found) if args.json else _paper_table(found))
         return 0
     from mst_scale.config import load
+    from mst_scale.config.deepspeed import batch_shape
     from mst_scale.config.parallel import sizes_of
     from mst_scale.flops.budgets import shortened
     from mst_scale.flops.ledger import forecast
 
-    if args.ranks < 1:
+    if args.ranks is not None and args.ranks < 1:
         raise UserError(f"--ranks must be at least 1, not {args.ranks}")
     named = {"mst.like": args.match_flops, "mst.grow_from": args.grow_from}
     overrides = [*args.set, *(f"{key}={json.dumps(value)}" for key, value in named.items() if value)]
     experiment = load(args.config, overrides, args.method)
-    replicas = sizes_of(experiment.deepspeed).data(args.ranks)
+    replicas = sizes_of(experiment.deepspeed).data(args.ranks or 1)
+    if args.ranks is not None:
+        batch_shape(experiment.deepspeed, replicas)  # raises if they cannot share the batch
     experiment = shortened(experiment, replicas)
     if not _names_a_model(args):
         m = experiment.model

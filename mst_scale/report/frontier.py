@@ -98,7 +98,9 @@ def compare(groups: Sequence[Group]) -> list[Method]:
 
 def notes(runs: Sequence[Run]) -> list[str]:
     """Return what is left out of the comparison, entirely or in part."""
-    found = [f"{run.name} has not finished and is left out" for run in runs if not run.finished]
+    found = [f"{run.name} has not finished and is left out" for run in runs if run.steps and not run.finished]
+    if endless := [run.name for run in runs if not run.steps]:
+        found.append(f"left out, because training.steps, the length of the run, is not known: {', '.join(endless)}")
     if silent := [run.name for run in runs if run.finished and not _is_counted(run)]:
         found.append(f"left out, because their validation loss or FLOPs are missing: {', '.join(silent)}")
     if partial := [run.name for run in runs if _is_counted(run) and _uncounted(run) is None]:

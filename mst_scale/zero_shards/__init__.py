@@ -26,6 +26,7 @@ optimizer_checks an optimizer that DeepSpeed or torch would reject with a traceb
 adagrad       keeps Adagrad's parameter groups, which DeepSpeed drops at stages 1 to 3
 settings      settings of the optimizer that differ from those of a checkpoint
 same_optimizer rejects optimizer states that belong to other parameters or to another optimizer
+own_loop_state DeepSpeed's values and a loop's client_state apart; a scheduler that does not fit
 saving        saves that fail together, loads that carry masks, universal checkpoints at every stage
 other_layout  what to do with a checkpoint of other ranks or another stage
 safe_load     checkpoints are data, and run nothing

@@ -293,6 +293,7 @@ def guard_plain_step(engine: Any) -> None:
     parameters = [p for p in engine.module.parameters() if p.requires_grad]
     engine.clip_fp32_gradients = lambda: None  # done below, where the norm is kept
 
+    @functools.wraps(step)  # also torch's mark of an optimizer that a scheduler follows
     def guarded(optimizer: Any) -> None:
         gradients = [p.grad for p in parameters if p.grad is not None]
         norm = _over_the_model([p for p in parameters if p.grad is not None], engine)

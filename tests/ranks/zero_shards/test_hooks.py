@@ -14,6 +14,7 @@ from packaging.version import Version
 import mst_scale
 from mst_scale import zero_shards
 from mst_scale.zero_shards import HOOKS, start
+from mst_scale.zero_shards.own_loop_state import OF_DEEPSPEED
 from tests.support import cut_models, pool
 from tests.support.cut_sequences import mesh_of
 from tests.support.toy_engine import STAGES, mst_config, train
@@ -28,9 +29,9 @@ def of(model, stage, world, precision="fp32", **extra):
 def test_the_list_is_in_order_and_for_this_deepspeed():
     assert [hook.name for hook in HOOKS] == [
         "plain step", "norm in float64", "plain loss", "powers of beta", "parts of sequences",
-        "handover", "universal checkpoints", "step", "backward passes", "unused layers", "before update", "held update",
-        "muon's dtype", "muon", "update", "earlier saves", "checkpoints", "weights alone", "consolidated weights",
-        "layout", "same optimizer", "loads in steps", "loading",
+        "own entries", "scheduler", "handover", "universal checkpoints", "step", "backward passes", "unused layers",
+        "before update", "held update", "muon's dtype", "muon", "update", "earlier saves", "checkpoints",
+        "weights alone", "consolidated weights", "layout", "same optimizer", "loads in steps", "loading",
     ]  # fmt: skip
     first, below = map(Version, start.SUPPORTED_DEEPSPEED)
     for hook in HOOKS:
@@ -65,11 +66,12 @@ def installed(rank, world, config):
     return [hook.name for hook in HOOKS if hook.applies(engine, engine.mst)]
 
 
+LOADS = ["own entries", "scheduler", "handover", "universal checkpoints"]
 SPARSE = [
-    "handover", "universal checkpoints", "step", "before update", "held update", "update", "checkpoints",
-    "weights alone", "same optimizer", "loads in steps",
+    *LOADS, "step", "before update", "held update", "update", "checkpoints", "weights alone", "same optimizer",
+    "loads in steps",
 ]  # fmt: skip
-DENSE = ["handover", "universal checkpoints", "earlier saves", "weights alone", "same optimizer"]
+DENSE = [*LOADS, "earlier saves", "weights alone", "same optimizer"]
 
 
 @pytest.mark.parametrize(
@@ -77,7 +79,7 @@ DENSE = ["handover", "universal checkpoints", "earlier saves", "weights alone", 
     [
         (0, "fp32", "dense", ["plain step", "powers of beta", *DENSE]),
         (0, "fp16", "mst", ["plain loss", "powers of beta", *SPARSE]),
-        (2, "bf16", "mst", ["powers of beta", *SPARSE[:3], "backward passes", *SPARSE[3:]]),
+        (2, "bf16", "mst", ["powers of beta", *SPARSE[:5], "backward passes", *SPARSE[5:]]),
     ],
 )
 def test_which_hooks_an_engine_gets(stage, precision, method, names):
@@ -379,6 +381,24 @@ def client_state(rank, world, folder, stage):
         changed.data.zero_()
     _path, state = engine.load_checkpoint(folder, tag="t", load_module_only=True)
     return state.get("mst"), changed is None or bool(changed.detach().any())
+
+
+def overwritten(rank, world, folder, stage):
+    """DeepSpeed's own entries in a checkpoint, and the number of samples in it, which a client_state has too."""
+    engine = of(toy(), stage, world)
+    engine.save_checkpoint(folder, tag="t", client_state={"global_samples": 99})
+    saved = torch.load(engine._get_ckpt_name(folder, "t"), weights_only=False)
+    scheduled = of(toy(), stage, world, scheduler={"type": "WarmupLR", "params": {}})
+    try:
+        scheduled.load_checkpoint(folder, tag="t")
+    except TypeError as error:
+        return set(saved), saved["global_samples"], str(error)
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_own_entries_and_scheduler(tmp_path, stage):
+    ((entries, samples, error),) = pool.run(overwritten, 1, str(tmp_path), stage)
+    assert entries == OF_DEEPSPEED and samples == 99 and "NoneType" in error
 
 
 @pytest.mark.parametrize("stage", [0, 2])

@@ -109,7 +109,9 @@ def test_ranks_that_share_a_model_share_its_batch(tmp_path, capsys):
     path.write_text(json.dumps({**batch, "tensor_parallel": {"autotp_size": 8}, "mst": {"method": "mst"}}))
     assert json.loads(ask(capsys, "--config", str(path), "--ranks", "8", "--json"))["sequences"] == 64
     path.write_text(json.dumps({"train_batch_size": 512, "mst": {"method": "mst"}}))
-    assert json.loads(ask(capsys, "--config", str(path), "--ranks", "7", "--json"))["sequences"] == 512
+    assert json.loads(ask(capsys, "--config", str(path), "--ranks", "8", "--json"))["sequences"] == 512
+    assert cli.main(["flops", "--config", str(path), "--ranks", "7"]) == 2
+    assert "512 does not divide into 7 processes" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -26,16 +26,21 @@ def test_the_frontier_says_what_a_method_is_worth(tmp_path, capsys):
             made.append(ending(runs.write(tmp_path / f"dense-{steps}-{seed}", "dense", steps=steps, seed=seed), 0.1))
         mst = ending(runs.write(tmp_path / f"mst-{seed}", steps=600, seed=seed), 0.1, multiplier=2.0)
         made.append(mst)
-    half = runs.write(tmp_path / "half", "rigl", until=100)
+    half, endless = (runs.write(tmp_path / name, "rigl", until=100) for name in ("half", "endless"))
+    raw = json.loads((endless / "config.json").read_text())
+    (endless / "config.json").write_text(json.dumps({**raw, "training": {"seed": 1}}))
     out = tmp_path / "out"
-    assert main(["report", "--frontier", *map(str, [*made, half]), "--out", str(out), "--json"]) == 0
+    assert main(["report", "--frontier", *map(str, [*made, half, endless]), "--out", str(out), "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     (row,) = [row for row in found["runs"] if not row["dense"]]
     assert row["seeds"] == [1, 2] and row["worth_all_sizes_paper"]["value"] == pytest.approx(2.0)
     assert row["worth_same_model_paper"]["low"] == pytest.approx(2.0)
     names = [figure["name"] for figure in found["figures"]]
     assert names == ["frontier-paper", "worth-paper", "frontier-causal", "worth-causal"]
-    assert found["notes"] == ["half has not finished and is left out"]
+    assert found["notes"] == [
+        "half has not finished and is left out",
+        "left out, because training.steps, the length of the run, is not known: endless",
+    ]
     assert "2.00 (2.00 to 2.00)" in (out / "index.html").read_text()
     assert main(["report", "--frontier", str(mst)]) == 2 and "no finished dense run" in capsys.readouterr().err
 
