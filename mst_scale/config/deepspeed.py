@@ -251,6 +251,11 @@ def batch_shape(deepspeed: Mapping[str, Any], world_size: int) -> BatchShape:
     return BatchShape(total, micro, accumulation)
 
 
+def without_open_batch(deepspeed: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the config without keys of the batch that are "auto", which DeepSpeed itself cannot read."""
+    return {key: value for key, value in deepspeed.items() if value != "auto" or key not in BATCH_KEYS}
+
+
 def global_batch(deepspeed: Mapping[str, Any], world_size: int) -> int:
     """Return the sequences per update; train_batch_size if it is set, even if these ranks cannot share it."""
     total = _stated_size(deepspeed, "train_batch_size")

@@ -20,7 +20,7 @@ from typing import Any, NoReturn
 from mst_scale.comm import logger
 from mst_scale.comm.launch import launched_rank, timeout
 from mst_scale.config import Experiment
-from mst_scale.config.deepspeed import BATCH_KEYS, batch_shape, largest_micro
+from mst_scale.config.deepspeed import batch_shape, largest_micro, without_open_batch
 from mst_scale.config.parallel import sizes_of
 from mst_scale.errors import UserError
 
@@ -71,7 +71,7 @@ def fit_batch(experiment: Experiment, world: int) -> Experiment:
     """Return the experiment with the largest micro-batch, at most its own, with which these ranks share the batch."""
     total = batch_of(experiment.deepspeed)
     replicas = sizes_of(experiment.deepspeed).data(world)
-    deepspeed = {key: value for key, value in experiment.deepspeed.items() if value != "auto" or key not in BATCH_KEYS}
+    deepspeed = without_open_batch(experiment.deepspeed)
     try:
         batch_shape(deepspeed, replicas)
     except UserError:

@@ -20,7 +20,7 @@ from mst_scale.checkpoints import finding, manifests, store
 from mst_scale.comm import Mesh, Ranks, logger
 from mst_scale.config import DataConfig, Experiment, to_dict
 from mst_scale.config.compact import stretches as stretches_of
-from mst_scale.config.deepspeed import BatchShape, batch_shape
+from mst_scale.config.deepspeed import BatchShape, batch_shape, without_open_batch
 from mst_scale.config.parallel import sizes_of
 from mst_scale.data.corpus import fingerprint, identity
 from mst_scale.data.prepare import prepare as prepare_corpus
@@ -198,7 +198,8 @@ def _fit_batch(
     if source is not None:
         experiment = ranks.agree(lambda: resume.with_batch_of(experiment, source, replicas))
     shape = ranks.agree(lambda: batch_shape(experiment.deepspeed, replicas))
-    return experiment.with_batch(shape.sequences), shape
+    stated = replace(experiment, deepspeed=without_open_batch(experiment.deepspeed))
+    return stated.with_batch(shape.sequences), shape
 
 
 def _end_if_passed(

@@ -19,7 +19,7 @@ from mst_scale.checkpoints.manifests import UNIVERSAL
 from mst_scale.comm import ParallelDims, Ranks, logger
 from mst_scale.config import Experiment, read_saved, to_dict
 from mst_scale.config.changes import result_keys
-from mst_scale.config.deepspeed import BATCH_KEYS, batch_shape, largest_micro
+from mst_scale.config.deepspeed import BATCH_KEYS, batch_shape, largest_micro, without_open_batch
 from mst_scale.config.parallel import sizes_of
 from mst_scale.config.support import precision_of, stage_of
 from mst_scale.errors import Damaged, UserError
@@ -236,7 +236,7 @@ def with_batch_of(experiment: Experiment, source: Path, replicas: int) -> Experi
     manifest = manifests.head(source) or {}
     before: int | None = manifest.get("batch")
     replicas_before: int = manifest.get("replicas", manifest.get("ranks", replicas))
-    deepspeed = {key: value for key, value in experiment.deepspeed.items() if value != "auto" or key not in BATCH_KEYS}
+    deepspeed = without_open_batch(experiment.deepspeed)
     total, micro, accumulation = (deepspeed.get(key) for key in BATCH_KEYS)
     if before is None or total not in (None, before):
         return experiment

@@ -191,6 +191,24 @@ def test_two_at_once_wait_for_each_other(tmp_path: Path, big_text: Path):
     verify(tmp_path / "out")
 
 
+def test_the_one_that_waits_finishes_what_a_killed_one_has_begun(tmp_path: Path, big_text: Path):
+    out = tmp_path / "out"
+    command = [sys.executable, "-c", SLOW, str(big_text), "byte", str(out), "1"]
+    with subprocess.Popen([*command, "4"], stderr=subprocess.DEVNULL) as first:
+        deadline = time.monotonic() + 300
+        while not (out / ".partial" / "journal.json").exists():
+            assert first.poll() is None and time.monotonic() < deadline
+            time.sleep(0.01)
+        with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as second:
+            assert second.stderr is not None
+            while "waiting for it" not in (line := second.stderr.readline()):
+                assert line
+            first.kill()
+            assert "continuing after" in second.stderr.read() and second.wait() == 0
+    make(big_text, tmp_path / "undisturbed")
+    assert contents(out) == contents(tmp_path / "undisturbed")
+
+
 def test_a_file_system_without_locks_is_said_and_used(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):

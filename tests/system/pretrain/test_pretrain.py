@@ -140,6 +140,14 @@ def test_the_losses_do_not_depend_on_how_many_processes_share_the_batch(tmp_path
             assert val is None or val == pytest.approx(expected_val, rel=1e-5)
 
 
+@pytest.mark.parametrize(("key", "batch"), [("train_batch_size", 4), ("train_micro_batch_size_per_gpu", 8)])
+def test_an_automatic_batch_follows_from_the_other_keys(tmp_path, key, batch):
+    """The micro-batch is 2 on 2 ranks, or the global batch is 8."""
+    assert pool.run(attempt, 2, arguments(tmp_path, "out", "--steps", "2", "--set", f"{key}=auto")) == [(0, "")] * 2
+    (start,) = json.loads((tmp_path / "out" / "run.json").read_text())["starts"]
+    assert start["batch"] == {"sequences": batch, "micro": batch // 2, "accumulation": 1}
+
+
 def logged(out: Path) -> int:
     path = out / "metrics.jsonl"
     return path.read_text().count("\n") if path.exists() else 0
