@@ -138,8 +138,8 @@ def _notes(found: list[Outcome], others: Others) -> str:
         notes.append(
             "The FLOP multiplier is the FLOPs that dense training needs to reach the same loss, divided by those of "
             "the run. It is read off the lower convex hull of the dense runs in logarithmic coordinates, separately "
-            "for each seed; a dense run with a single seed is used for all. If a seed lies outside of its dense runs, "
-            "means are compared and there is no interval. ≥ and ≤ are bounds: no dense run was worse, or better."
+            "for each seed; a dense run that lacks a seed counts with its mean. If a seed lies outside of its dense "
+            "runs, means are compared and there is no interval. ≥ and ≤ are bounds: no dense run was worse, or better."
         )
     if others:
         notes.append(

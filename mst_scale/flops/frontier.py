@@ -11,8 +11,8 @@ chords, so the FLOPs of dense training are slightly overestimated between distan
 factor of two keep the error small.
 
 With several seeds, each seed of the method is compared with the dense runs of the same seed; the interval is Student's
-t at 95 % over the logarithms of those multipliers, and the value their geometric mean. A dense run of one seed is
-compared with all.
+t at 95 % over the logarithms of those multipliers, and the value their geometric mean. A dense run that lacks a seed
+counts with its mean over the seeds that it has.
 """
 
 from __future__ import annotations
@@ -99,13 +99,13 @@ def needed(loss: float, points: Iterable[Point]) -> Needed:
 def multiplier(method: Mapping[int, Point], dense: Sequence[Mapping[int, Point]]) -> Multiplier:
     """Compute the multiplier of a method.
 
-    `method` and each of the dense runs map seeds to points. Seeds that the method shares with all dense runs of several
-    seeds are compared one by one, and a dense run of one seed counts for all of them. Without shared seeds, or if one
-    of them lies outside of its dense runs, the means over seeds are compared.
+    `method` and each of the dense runs map seeds to points. Seeds that the method shares with dense runs are compared
+    one by one; a dense run that lacks one of them counts with its mean. Without shared seeds, or if one of them lies
+    outside of its dense runs, the means over seeds are compared.
     """
     means = [mean(run.values()) for run in dense]
     several = [run for run in dense if len(run) > 1]
-    shared = set(method).intersection(*(several or dense)) if dense else set()
+    shared = set(method).intersection(set().union(*(several or dense)))
     each = []
     for seed in sorted(shared):
         baselines = [run.get(seed, its_mean) for run, its_mean in zip(dense, means, strict=True)]

@@ -77,8 +77,8 @@ def test_seeds_that_dense_runs_lack_are_left_out_and_without_a_shared_one_means_
     assert apart == Multiplier(pytest.approx(3.0))
 
 
-def test_a_dense_run_of_one_seed_is_read_by_all():
-    """A length that has one so far neither drops the other seeds nor is dropped; with two it drops the third."""
+def test_a_dense_run_that_lacks_a_seed_counts_with_its_mean():
+    """A length that has one or two of three seeds so far neither drops the other seeds nor is dropped."""
     shifts = {1: 0.9, 2: 1.0, 3: 1.2}
     full = [{s: Point(c, shift * law(c)) for s, shift in shifts.items()} for c in BUDGETS]
     method = {s: Point(2e12, shift * law(4e12)) for s, shift in shifts.items()}
@@ -89,7 +89,14 @@ def test_a_dense_run_of_one_seed_is_read_by_all():
     strong = {1: Point(3e12, 0.9 * law(6e12))}
     alone, together = (multiplier({2: method[2]}, [*full, *more]).value for more in ([], [strong]))
     assert together < alone == pytest.approx(2.0), "seed 2 meets what is known of the strong run"
-    assert multiplier(method, [*full, {s: full[0][s] for s in (1, 2)}]).seeds == 2
+    strong = {s: Point(3e12, shifts[s] * law(6e12)) for s in (1, 2)}
+    several, mean = (
+        multiplier(method, [*full, strong]),
+        {s: multiplier({s: method[s]}, [*full, strong]) for s in method},
+    )
+    assert several.seeds == 3 and several.value < 2.0 and all(one.seeds == 1 for one in mean.values())
+    third = {3: Point(3e12, (strong[1].loss + strong[2].loss) / 2)}
+    assert mean[3].value == pytest.approx(multiplier({3: method[3]}, [*full, third]).value), "the mean stands for it"
 
 
 def test_an_interval_needs_two_values():
