@@ -207,14 +207,14 @@ def test_jobs_go_on_through_preemption_time_limit_and_failure_until_they_are_fin
     gets USR1), goes on, and is told to stop for good. `three` is a mistake, and is not tried again."""
     one = submit(cluster, tmp_path / "one", "srun", "--restarts", "0", "--requeues", "1")
     two = submit(cluster, tmp_path / "two", "deepspeed", "--time", "60", "--grace", "110")
-    three = submit(cluster, tmp_path / "three", "srun", train_batch_size=7)  # two ranks cannot share it
+    three = submit(cluster, tmp_path / "three", "srun", model={"vocab_size": 8})  # the corpus has more
     with ThreadPoolExecutor() as both:
         stories = [both.submit(story, cluster, job) for story, job in ((preempted, one), (out_of_time, two))]
     for ended in stories:
         ended.result()
     wait(lambda: state(cluster, three.number) == "", "the mistake did not end", three.log)
     said = three.log.read_text()
-    assert said.count("train_batch_size = 7") == 1 and "again" not in said
+    assert said.count("the model has vocab_size 8") == 1 and "again" not in said
     assert "ExitCode=2:0" in cluster.run("scontrol", "show", "job", three.number)
     assert not list(tmp_path.rglob("hostile")), "no shell has read the names"
 
