@@ -131,8 +131,9 @@ class AttentionSchedule:
         for _, pattern in self.pieces:
             if pattern.kind != "dense" and pattern.is_dense(context):
                 return (
-                    f"mst.attention.stride ({pattern.stride}) is not below the context ({context}), so attention stays "
-                    f"dense. Use {max(1, context // 4)} (a quarter of the context, as in the paper)."
+                    f"mst.attention.stride ({pattern.stride}) is not below the context ({context}), so sparse "
+                    f"attention leaves nothing out. Use {max(1, context // 4)} (a quarter of the context, as in the "
+                    "paper)."
                 )
         return ""
 

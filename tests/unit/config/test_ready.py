@@ -51,7 +51,7 @@ def test_an_error_names_the_file():
 
 def test_a_stride_as_wide_as_the_context_is_warned_of(tmp_path, caplog):
     """Its attention is dense, whatever the pattern is called."""
-    said = "mst.attention.stride (128) is not below the context (128), so attention stays dense. Use 32"
+    said = "mst.attention.stride (128) is not below the context (128), so sparse attention leaves nothing out. Use 32"
     for stride, warned in (("128", True), ("1.0", True), ("32", False), ("0.25", False)):
         caplog.clear()
         words = ["--deepspeed_config", "demo", "--out", str(tmp_path), "--set", f"mst.attention.stride={stride}"]
