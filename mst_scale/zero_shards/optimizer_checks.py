@@ -10,6 +10,8 @@ from typing import Any
 
 import deepspeed
 import torch
+from deepspeed.accelerator import get_accelerator
+from deepspeed.ops.op_builder.cpu.no_impl import NotImplementedBuilder
 from deepspeed.runtime.zero.utils import ZERO_SUPPORTED_OPTIMIZERS
 
 from mst_scale.comm import one_line
@@ -48,6 +50,7 @@ def check_configured_optimizer(config: Mapping[str, Any]) -> None:
             raise UserError(f"optimizer.params.{key} must be true or false, not {format_value(params[key])}")
     if cls is None:
         return
+    _check_kernels(name, cls)
     if params.get("amsgrad") and options and not params.get("torch_adam"):
         raise UserError(f"optimizer.params.amsgrad: DeepSpeed's {name} has no AMSGrad; set torch_adam, or remove it")
     if cls not in ZERO_SUPPORTED_OPTIMIZERS:
@@ -57,6 +60,19 @@ def check_configured_optimizer(config: Mapping[str, Any]) -> None:
             cls([torch.nn.Parameter(torch.zeros(1))], **{k: v for k, v in params.items() if k not in options})
         except Exception as error:  # each optimizer rejects wrong values in its own way
             raise UserError(f"optimizer.params are not valid for {name}: {one_line(error)}") from None
+
+
+def _check_kernels(name: str, cls: type) -> None:
+    """Check that DeepSpeed has the kernels of its optimizers of two kinds for this accelerator."""
+    builder = {deepspeed.ops.lamb.FusedLamb: "FusedLambBuilder", deepspeed.ops.lion.FusedLion: "FusedLionBuilder"}
+    if cls not in builder:
+        return
+    accelerator = get_accelerator()
+    if isinstance(accelerator.create_op_builder(builder[cls]), NotImplementedBuilder | None):
+        raise UserError(
+            f"optimizer.type = {name}: DeepSpeed's {cls.__name__} does not run on {accelerator.device_name()}: choose "
+            "AdamW"
+        )
 
 
 def checked_optimizer(optimizer: Any, config: Mapping[str, Any]) -> Any:

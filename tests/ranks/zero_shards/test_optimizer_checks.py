@@ -35,6 +35,8 @@ def config_of(kind, stage=1, zero=None, **params):
             "optimizer.params are not valid for SGD: Nesterov momentum",
         ),
         (config_of("AdamW", torch_adam=True, lr=-1.0), "optimizer.params are not valid for AdamW: Invalid learning"),
+        (config_of("Lion", zero=ALLOWED), "optimizer.type = Lion: DeepSpeed's FusedLion does not run on cpu"),
+        (config_of("Lamb", zero=ALLOWED), "optimizer.type = Lamb: DeepSpeed's FusedLamb does not run on cpu"),
         (config_of("MuAdam"), "optimizer.type = MuAdam needs the package mup"),
         ({"optimizer": {"params": {"lr": 1}}}, "optimizer.type is missing"),
     ],
