@@ -6,6 +6,7 @@ No launcher's variables, one thread, no ignored signals, no processes of a test 
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import signal
 import sys
@@ -87,10 +88,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.fixture(autouse=True)
 def as_it_was() -> Iterator[None]:
-    """Environment, working directory and signals are the same for every test: a run that has ended ignores some."""
+    """Environment, working directory, signals and the log are the same for every test, whatever a run has changed."""
     before, folder = dict(os.environ), Path.cwd()
     handlers = {number: signal.getsignal(number) for number in SIGNALS}
+    log = logging.getLogger("mst_scale")
+    level = log.level
     yield
+    if log.level > logging.INFO:  # a command that prints JSON or findings has silenced it
+        log.setLevel(level)
     for number, handler in handlers.items():
         if signal.getsignal(number) is not handler:
             signal.signal(number, handler)

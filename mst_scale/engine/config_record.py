@@ -17,10 +17,8 @@ from mst_scale.config.changes import differences, differing, result_keys
 from mst_scale.config.renamed import recorded
 from mst_scale.engine.component import Component
 
-# If a run gets more steps, and these alone differ, the two are the same run up to here: others are rejected
-# (`mask_files`, `pretrain.extending`).
-STEPS = "training.steps"
-LENGTH = (STEPS, "training.warmup", "training.decay")
+# How long a run is: what would not be the same run up to here is rejected (`mask_files`, `pretrain.extending`).
+LENGTH = ("training.steps", "training.warmup", "training.decay")
 
 
 class ConfigRecord(Component):
@@ -50,6 +48,7 @@ class ConfigRecord(Component):
             logger.info("the checkpoint does not contain the config it was trained with: changes are not checked")
         elif self.changes:
             keys = differing(state, self.state_dict())
-            extended = STEPS in keys and set(keys) <= set(LENGTH) and state[STEPS] < self.keys[STEPS]
-            logger.log(INFO if extended else WARNING, "resuming with changes: %s", ", ".join(self.changes))
+            logger.log(
+                INFO if set(keys) <= set(LENGTH) else WARNING, "resuming with changes: %s", ", ".join(self.changes)
+            )
             self.settings.apply(keys, recorded(state))

@@ -1,7 +1,6 @@
 """A resumed run says in one line which keys of its config have changed, and refuses other given masks."""
 
 import json
-import shutil
 from pathlib import Path
 
 import pytest
@@ -181,16 +180,3 @@ def test_what_pretrain_refuses_stays_refused(tmp_path, wrong):
     assert pretrained(tmp_path, data)[0] == 0
     code, text = pretrained(tmp_path, data, f"--set={wrong}")
     assert code == 2 and "choose another --out" in text
-
-
-def test_a_run_that_ends_earlier_is_warned(tmp_path):
-    """Its learning rate is not that of a run of this length up to here; an extension, which is, is only logged."""
-    words = ["--set=mst.method=dense", "--set=training.lr_schedule=wsd", "--set=training.decay=0"]
-    assert pretrained(tmp_path, *words) == (0, "")
-    shutil.copytree(tmp_path / "out", tmp_path / "kept")
-    assert pretrained(tmp_path, *words, "--steps=14") == (0, "")
-    shutil.rmtree(tmp_path / "out")
-    (tmp_path / "kept").rename(tmp_path / "out")
-    shutil.rmtree(tmp_path / "out" / "checkpoints" / "step00000012")
-    code, text = pretrained(tmp_path, *words, "--steps=10")
-    assert code == 0 and text.strip() == f"{LINE}training.steps 12 → 10"

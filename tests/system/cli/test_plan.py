@@ -258,7 +258,7 @@ def test_the_global_batch_stays_on_any_number_of_gpus(capsys):
         (["--gpus", "8", "--tokens", "many"], "write a number of tokens"),
         (["--gpus", "8", "--tokens", "-3"], "write a number of tokens"),
         (["--gpus", "8", "--nodes", "3"], "--nodes 3"),
-        (["--gpus", "8", "--efficiency", "matmul=2"], "a share in (0, 1]"),
+        (["--gpus", "8", "--efficiency", "matmul=2"], "a fraction in (0, 1]"),
         (["--gpus", "8", "--efficiency", "speed=0.5"], "attention, host, l2, matmul, memory, narrow, network"),
         (["--gpus", "8", "--set", "model.n_head=7"], "n_head"),
         (["--gpus", "8", "--set", "mst.compute.backend=cpu"], "mst.compute.backend = cpu"),

@@ -94,7 +94,7 @@ def test_a_job_begins_with_the_doctor_and_ends_if_it_reports_a_problem(tmp_path,
 
 
 def test_the_doctor_is_shown_before_the_run_it_looks_ahead_of(tmp_path):
-    words = ["--dry-run", "--doctor", "--nodes", "2", str(config(tmp_path))]
+    words = ["--dry-run", "--doctor", "--nodes", "2", str(config(tmp_path, train_batch_size=32))]  # 16 ranks
     for starter, wanted in (
         ("srun", "slurm_rank.sh python -m mst_scale doctor --full"),
         ("deepspeed", "8 mst_scale doctor --full"),
