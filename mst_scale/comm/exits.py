@@ -18,6 +18,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
+import psutil
+
 from mst_scale.comm.launch import launched_rank, several
 from mst_scale.comm.messages import logger
 from mst_scale.errors import CorruptedError, Damaged, DivergedError, UserError
@@ -173,13 +175,23 @@ def end_with_launcher() -> None:
 def _is_orphan(parent: int) -> bool:
     """Return whether the launcher was gone before this process could look, so that another process is its parent.
 
-    A launcher is a Python process; a script that a launcher runs around the rank has the same session as the rank.
-    What adopts the rank, such as init, is neither.
+    A launcher is a Python process, and is an ancestor of what it runs around the rank, such as a script or a profiler.
+    What adopts the rank, such as init, has no such ancestor.
     """
     try:
-        return os.getsid(parent) != os.getsid(0) and "python" not in Path(os.readlink(f"/proc/{parent}/exe")).name
-    except OSError:  # it has just ended, or belongs to another user; without /proc nothing is known
-        return os.path.exists("/proc/self/exe")
+        if os.getsid(parent) == os.getsid(0):
+            return False
+        adopter = psutil.Process(parent)
+        return not any(map(_runs_python, [adopter, *adopter.parents()]))
+    except (ProcessLookupError, psutil.NoSuchProcess):  # it has just ended
+        return True
+
+
+def _runs_python(process: psutil.Process) -> bool:
+    try:
+        return "python" in Path(process.exe()).name
+    except psutil.AccessDenied:  # of another user, as init is
+        return False
 
 
 def signal_at_end_of_parent(number: int) -> None:

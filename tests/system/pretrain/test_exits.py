@@ -135,12 +135,13 @@ if sys.argv[2] == "dies":
 rank.wait()
 """
 SCRIPT = ("bash", "-c", '"$@"; exit', "script")
+SESSION = ("setsid", "--wait")
 
 
 @pytest.mark.parametrize("launcher", ["CROSS_RANK", "TORCHELASTIC_RUN_ID"])
-@pytest.mark.parametrize(("fate", "around"), [("dies", ()), ("lives", ()), ("lives", SCRIPT)])
+@pytest.mark.parametrize(("fate", "around"), [("dies", ()), ("lives", ()), ("lives", SCRIPT), ("lives", SESSION)])
 def test_a_rank_whose_launcher_died_while_it_was_starting_ends(launcher, fate, around):
-    """The rank looks for its launcher when that is gone; a script around the rank may be its parent instead."""
+    """The rank looks for its launcher when that is gone; its parent may also be a program around it."""
     environment = {name: value for name, value in tiny_run.environment().items() if name not in LAUNCHER_VARIABLES}
     child = subprocess.run(
         [sys.executable, "-c", LAUNCHER, RANK, fate, *around],
