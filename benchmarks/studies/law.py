@@ -9,7 +9,7 @@ reweighted until errors are Huber's, so that a method that fails bends the law l
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 
@@ -18,7 +18,7 @@ import numpy as np
 from mst_scale.config import Experiment
 from mst_scale.config.deepspeed import global_batch
 from mst_scale.errors import UserError
-from mst_scale.flops.ledger import sparse_matrices, stretches
+from mst_scale.flops.ledger import Stretch, sparse_matrices, stretches
 
 try:
     from scipy.optimize import nnls
@@ -93,12 +93,19 @@ def _apart(values: Iterable[float]) -> int:
 
 def active_weights(experiment: Experiment) -> float:
     """The number of weights that forward passes use, averaged over the run's steps."""
-    sizes = {matrix.name: matrix.inputs * matrix.outputs for matrix in sparse_matrices(experiment)}
-    masked = sum(
-        stretch.steps * sum((1 - share) * sizes[name] for name, share in stretch.density.items())
-        for stretch in stretches(experiment)
-    )
+    sizes = sizes_of_sparse(experiment)
+    masked = sum(stretch.steps * masked_weights(stretch, sizes) for stretch in stretches(experiment))
     return experiment.model.weights - masked / experiment.training.steps
+
+
+def sizes_of_sparse(experiment: Experiment) -> dict[str, int]:
+    """The number of weights of each matrix that becomes sparse."""
+    return {matrix.name: matrix.inputs * matrix.outputs for matrix in sparse_matrices(experiment)}
+
+
+def masked_weights(stretch: Stretch, sizes: Mapping[str, int]) -> float:
+    """The number of weights of these matrices that are masked in a stretch of the run."""
+    return sum((1 - density) * sizes[name] for name, density in stretch.density.items())
 
 
 def tokens(experiment: Experiment) -> float:
