@@ -175,23 +175,18 @@ def end_with_launcher() -> None:
 def _is_orphan(parent: int) -> bool:
     """Return whether the launcher was gone before this process could look, so that another process is its parent.
 
-    A launcher is a Python process, and is an ancestor of what it runs around the rank, such as a script or a profiler.
-    What adopts the rank, such as init, has no such ancestor.
+    A launcher is a Python process, and what it runs around the rank, such as a script or a profiler, has the variables
+    that it sets. What adopts the rank, such as init, is neither.
     """
-    try:
-        if os.getsid(parent) == os.getsid(0):
-            return False
-        adopter = psutil.Process(parent)
-        return not any(map(_runs_python, [adopter, *adopter.parents()]))
-    except (ProcessLookupError, psutil.NoSuchProcess):  # it has just ended
-        return True
-
-
-def _runs_python(process: psutil.Process) -> bool:
-    try:
-        return "python" in Path(process.exe()).name
-    except psutil.AccessDenied:  # of another user, as init is
+    if parent == 0:  # outside the container in which this process is the first
         return False
+    try:
+        process = psutil.Process(parent)
+        return "python" not in Path(process.exe()).name and not set(LAUNCHER_VARIABLES).intersection(process.environ())
+    except psutil.NoSuchProcess:  # it has just ended
+        return True
+    except psutil.AccessDenied:  # of another user: init, or a program such as sudo
+        return parent == 1
 
 
 def signal_at_end_of_parent(number: int) -> None:

@@ -128,26 +128,51 @@ print("trains", flush=True)
 """
 LAUNCHER = """
 import os, subprocess, sys
-words = [*sys.argv[3:], sys.executable, "-c", sys.argv[1], str(os.getpid() if sys.argv[2] == "dies" else 0)]
-rank = subprocess.Popen(words, start_new_session="TORCHELASTIC_RUN_ID" in os.environ)
-if sys.argv[2] == "dies":
+rank, fate, variable, *around = sys.argv[1:]
+words = [*around, sys.executable, "-c", rank, str(os.getpid() if fate == "dies" else -1)]
+own_session = variable == "TORCHELASTIC_RUN_ID"
+process = subprocess.Popen(words, env={**os.environ, variable: "1"}, start_new_session=own_session)
+if fate == "dies":
     os.kill(os.getpid(), 9)
-rank.wait()
+process.wait()
 """
 SCRIPT = ("bash", "-c", '"$@"; exit', "script")
 SESSION = ("setsid", "--wait")
+CONTAINER = ("unshare", "--pid", "--fork", "--mount-proc")
+HAS_CONTAINERS = (
+    bool(shutil.which("unshare"))
+    and not subprocess.run([*CONTAINER, "true"], stderr=subprocess.DEVNULL, check=False).returncode
+)
+needs_containers = pytest.mark.skipif(not HAS_CONTAINERS, reason="needs the right to create PID namespaces")
 
 
-@pytest.mark.parametrize("launcher", ["CROSS_RANK", "TORCHELASTIC_RUN_ID"])
-@pytest.mark.parametrize(("fate", "around"), [("dies", ()), ("lives", ()), ("lives", SCRIPT), ("lives", SESSION)])
-def test_a_rank_whose_launcher_died_while_it_was_starting_ends(launcher, fate, around):
-    """The rank looks for its launcher when that is gone; its parent may also be a program around it."""
+def run_of_launcher(
+    variable: str, fate: str, around: tuple[str, ...], outside: tuple[str, ...] = ()
+) -> tuple[str, str]:
+    """Start a launcher that starts a rank and dies or lives; return what the rank prints to stdout and stderr."""
     environment = {name: value for name, value in tiny_run.environment().items() if name not in LAUNCHER_VARIABLES}
     child = subprocess.run(
-        [sys.executable, "-c", LAUNCHER, RANK, fate, *around],
-        env={**environment, launcher: "1"}, capture_output=True, text=True, check=False, timeout=120,
+        [*outside, sys.executable, "-c", LAUNCHER, RANK, fate, variable, *around],
+        env=environment, capture_output=True, text=True, check=False, timeout=120,
     )  # fmt: skip
-    if fate == "dies":
-        assert child.stdout == "" and child.stderr.strip().startswith("mst_scale: the launcher is gone, so its ranks")
-    else:
-        assert (child.stdout, child.stderr) == ("trains\n", "")
+    return child.stdout, child.stderr
+
+
+@pytest.mark.parametrize("variable", LAUNCHER_VARIABLES)
+def test_a_rank_whose_launcher_died_while_it_was_starting_ends(variable):
+    """The rank looks for its launcher when that is gone."""
+    stdout, stderr = run_of_launcher(variable, "dies", ())
+    assert stdout == "" and stderr.strip().startswith("mst_scale: the launcher is gone, so its ranks")
+
+
+@needs_containers
+def test_the_first_process_of_a_container_is_not_taken_for_the_launcher():
+    """It adopts the rank, and has the same session."""
+    stdout, stderr = run_of_launcher("CROSS_RANK", "dies", (), (*CONTAINER, "bash", "-c", '"$@"; sleep 5', "shell"))
+    assert stdout == "" and "mst_scale: the launcher is gone, so its ranks" in stderr
+
+
+@pytest.mark.parametrize("variable", LAUNCHER_VARIABLES)
+@pytest.mark.parametrize("around", [(), SCRIPT, SESSION, pytest.param(CONTAINER, marks=needs_containers)])
+def test_a_rank_trains_on_when_its_parent_is_a_program_around_it(variable, around):
+    assert run_of_launcher(variable, "lives", around) == ("trains\n", "")
