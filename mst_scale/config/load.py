@@ -95,7 +95,7 @@ def _composed(
     for override in overrides:
         if override.partition("=")[0] == "recipe":
             apply_override(asked, override)
-    if asked and all(isinstance(raw.get(block, {}), dict) for block in BLOCKS):
+    if asked.get("recipe") is not None and all(isinstance(raw.get(block, {}), dict) for block in BLOCKS):
         recipe = _recipe(asked["recipe"], {}, where, overrides)
         if "sparse_tokens" in recipe["mst"].get("sparsity", {}):  # replaces durations that the file states
             raw["mst"] = _without(DURATIONS["sv"], raw.get("mst", {}))
@@ -272,10 +272,11 @@ def resolve(raw: dict[str, Any], where: str = "config") -> Experiment:
     for name, block in ours.items():
         if not isinstance(block, dict):
             raise UserError(f"{where}: {name} must be an object, not {format_value(block)}")
-    if "recipe" in raw:
-        recipe = _recipe(raw["recipe"], raw, where)
+    named = raw.get("recipe")
+    if named is not None:
+        recipe = _recipe(named, raw, where)
         ours = {name: _under(recipe.get(name, {}), block) for name, block in ours.items()}
-    if "mst" not in raw and "recipe" not in raw:
+    if "mst" not in raw and named is None:
         ours["mst"] = {"method": "dense"}
     method = ours["mst"].get("method")  # a block without a method is rejected when a schedule is needed
     of = METHODS[_known("dense" if method is None else method, METHODS, "mst.method", where)]

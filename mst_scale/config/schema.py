@@ -43,7 +43,7 @@ def schema() -> dict[str, Any]:
         "type": "object",
         "properties": {
             "$schema": {"type": "string"},
-            "recipe": {"enum": list(RECIPES), "description": "A preset of several blocks; other keys override it."},
+            "recipe": {"enum": [*RECIPES, None], "description": "A preset of several blocks; other keys override it."},
             **{name: found[name, "validation"] for name in BLOCKS},
             **_deepspeed(definitions, block[""]),
         },

@@ -46,6 +46,9 @@ def train(args: argparse.Namespace, experiment: Experiment, out: Path, ranks: Ra
     sizes = ranks.agree(lambda: sizes_of(experiment.deepspeed))
     replicas = resume.initial_replicas(out, ranks, sizes)
     fitted = ranks.agree(lambda: shortened(experiment, replicas))
+    steps = fitted.training.steps
+    if args.stop_at is not None and args.stop_at > steps:
+        logger.warning("--stop-at %d is after the last step, %d: the run ends there", args.stop_at, steps)
     left = _train_with_one_engine(args, fitted, out, ranks, starting=starting, stop=stop, restored=restored)
     while left is not None:
         if ranks.any(not zero_shards.is_freed(left.module)):

@@ -94,6 +94,8 @@ def test_errors_are_reported_before_the_first_step(tmp_path):
     (tmp_path / "tasks").mkdir()
     (code, text), *_ = pool.run(attempt, 1, arguments(tmp_path, 1, "--eval-tasks", "lambda"))
     assert code == 2 and "'lambda'" in text and "'lambada'" in text
+    absent = arguments(tmp_path, 1, "--eval-tasks", "lambda", "--data", str(tmp_path / "absent"))
+    assert pool.run(attempt, 1, absent)[0][1] == text, "before the corpus is prepared"
     (code, text), *_ = pool.run(attempt, 1, arguments(tmp_path, 1))
     assert code == 2 and "lambada.jsonl or lambada.txt" in text
     (tmp_path / "tasks" / "lambada.txt").write_text("a b\n")

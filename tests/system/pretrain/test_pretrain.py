@@ -404,7 +404,8 @@ def test_a_run_that_has_passed_its_last_step_loads_nothing(tmp_path):
     assert code == 0 and "at step 6, so --stop-at 4 trains nothing" in said and "continuing" not in said
     starts = json.loads((tmp_path / "out" / "run.json").read_text())["starts"]
     assert [(start["how"], start["last_step"]) for start in starts] == [("stopped where --stop-at says", 6)] * 2
-    assert pool.run(attempt, 1, argv)[0][0] == 0
+    ((code, said),) = pool.run(logged_attempt, 1, [*argv, "--stop-at", "1000"])
+    assert code == 0 and "--stop-at 1000 is after the last step, " in said
 
 
 def test_mistakes_are_one_line(tmp_path):

@@ -87,6 +87,11 @@ def test_only_dense_short_names_a_run_to_match():
     assert load(MINIMAL, ["mst.like=c.json"], method="dense-short").mst.sparsity.variation == "dense"
 
 
+def test_null_is_no_recipe():
+    assert load({**MINIMAL, "recipe": None}) == load(MINIMAL)
+    assert load({**MINIMAL, "recipe": "mst-best"}, ["recipe=null"]) == load(MINIMAL)
+
+
 def test_another_method_does_not_take_the_topology_of_a_recipe():
     for recipe in ("mst-best", "mst-channels"):
         raw = {**MINIMAL, "recipe": recipe}
