@@ -28,7 +28,6 @@ from mst_scale.config import RATE_DURATIONS, Experiment, describe_unread, load, 
 from mst_scale.config.check import check, check_growth
 from mst_scale.config.presets import config_file
 from mst_scale.errors import UserError
-from mst_scale.evaluation import tasks
 from mst_scale.pretrain import elastic, extending, resume
 from mst_scale.run_logging.operations import command_of
 from mst_scale.run_logging.out_lock import OutLock
@@ -159,6 +158,8 @@ def read_experiment(args: argparse.Namespace) -> Experiment:
         experiment = resume.with_shape_of_init(experiment, experiment.training.init, out)
     check(experiment)
     if experiment.training.eval_tasks is not None:
+        from mst_scale.evaluation import tasks  # most runs have none
+
         tasks.choose(experiment.training.eval_tasks)  # rejects unknown names before the corpus is prepared
     if unread := describe_unread(args.deepspeed_config, overrides, args.method):
         logger.warning("%s", unread)
