@@ -32,7 +32,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from mst_scale.errors import UserError
-from mst_scale.launch.command_line import check_run, quoted, read_hostfile, read_options, seconds_in
+from mst_scale.launch.command_line import check_batch, check_run, quoted, read_hostfile, read_options, seconds_in
 from mst_scale.launch.environment import SCRIPTS, carried_variables, load_cluster_settings
 from mst_scale.launch.node import ranks_of_node
 from mst_scale.launch.restarts import RESTARTS, keep_running
@@ -92,11 +92,12 @@ def main(words: list[str]) -> int:
         raise UserError(f"--launcher {options.launcher}: choose ssh or pdsh")
     if options.hostfile is None:
         raise UserError("give the machines: --hostfile FILE")
-    if not options.dry_run and shutil.which(options.launcher) is None:
-        raise UserError(f"{options.launcher} is not installed here")
     hostfile = Path(options.hostfile)
     nodes = _read(hostfile)
     check_run(config, nodes, arguments)  # DeepSpeed numbers ranks along the file, each line's slots together
+    check_batch(config, arguments, [sum(slots for _, slots in nodes)])
+    if not options.dry_run and shutil.which(options.launcher) is None:
+        raise UserError(f"{options.launcher} is not installed here")
     load_cluster_settings()
     os.environ["MST_LAUNCHER"] = "hostfile"
     hosts = [name for name, _ in nodes]

@@ -118,12 +118,15 @@ PHASES = "warmup=2,ultra=1,restore=2,dense="
     [
         (["local", "--processes", "3"], "train_batch_size = 16 does not divide into 3 processes × 8 per micro-batch"),
         (["slurm", "--nodes", "3", "--gpus-per-node", "1"], "does not divide into 3 processes × 8 per micro-batch"),
+        (["mpi", "--processes", "3"], "does not divide into 3 processes × 8 per micro-batch"),
+        (["hostfile", "--hostfile", "machines"], "does not divide into 3 processes × 8 per micro-batch"),
         (["slurm", "--gpus-per-node", "1", "--nodes-by-phase", f"{PHASES}3"], "by 3 processes: start on 2"),
     ],
 )
 def test_ranks_that_cannot_share_the_batch_are_not_started(tmp_path, monkeypatch, capsys, words, said):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(os, "environ", {**os.environ, "DS_ACCELERATOR": "cpu"})
+    (tmp_path / "machines").write_text("a slots=2\nb slots=1\n")
     for dry in (["--dry-run"], []):
         assert launch.main([*words, *dry, "demo"]) == 2
         (line,) = capsys.readouterr().err.splitlines()
