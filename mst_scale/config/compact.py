@@ -48,12 +48,12 @@ def why_method_not_compact(experiment: Experiment) -> str | None:
     kind = str(config.get("optimizer", {}).get("type", "")).lower()
     cases = {
         f"method {mst.method} multiplies by a function of its weights": mst.function is not None,
-        f"{changes}; only long phases of one sparsity are compact, in mst_scale.pretrain": len(sparsities) > 1,
         "mst.topology.granularity is not element": topology.granularity != "element",
         f"policy {topology.policy} reads momentum of inactive weights": "momentum" in topology.chosen.reads,
         f"mst.compute.backend {mst.compute.backend} reads a matrix": mst.compute.backend == "block",
         "mst.topology.rezero needs them": topology.rezero,
         "the optimizer is not the config's Adam or AdamW": kind not in ADAM,
+        f"{changes}; only long phases of one sparsity are compact, in mst_scale.pretrain": len(sparsities) > 1,
     }
     return next((reason for reason, applies in cases.items() if applies), None)
 

@@ -259,7 +259,7 @@ class CompactTopology(Topology):
             [
                 _Grown(batch[n], ~flags, mean, gradients[n])
                 for n, flags in zip(moved, stayed, strict=True)
-                if (mean := usual[n]) is not None and "exp_avg_sq" in store.states(batch[n])
+                if (mean := usual[n]) is not None and store.second_moment(batch[n]) is not None
             ]
         )
         return changes
@@ -309,7 +309,8 @@ class CompactTopology(Topology):
             own = [*self.store.taken([(of.parameter, of.gradient) for of in grown if of.gradient is not None])]
         factor = zero_shards.clip_factor(self.engine)
         for of, gradient in zip(grown, own, strict=True):
-            moment = self.store.states(of.parameter)["exp_avg_sq"]
+            moment = self.store.second_moment(of.parameter)
+            assert moment is not None
             squares = torch.full_like(moment, of.usual, dtype=torch.float32)
             if gradient is not None:
                 squares = torch.maximum(squares, gradient.square())

@@ -256,8 +256,8 @@ class Topology(Component):
             masks[i].retain_(self.store.weight(i))
             if self.masks_states:
                 masks[i].retain_(*states[i].values())
-                if config.grown_moments != "zero" and "exp_avg_sq" in states[i]:
-                    self._start_grown(i, change, under_way.gradients[i], usual[i])
+                if config.grown_moments != "zero" and (moment := self.store.second_moment(i)) is not None:
+                    self._start_grown(i, change, under_way.gradients[i], usual=usual[i], moment=moment)
                 if config.reset_momentum and becomes_dense and "exp_avg" in states[i]:
                     states[i]["exp_avg"].zero_()
             self.units.revive(change.name)
@@ -281,10 +281,10 @@ class Topology(Component):
         weight, momentum = self.criteria.ranked(mask.name, self.store.weight(i), momentum)
         return Layer(mask, under_way.targets[i], weight, under_way.gradients[i], momentum)
 
-    def _start_grown(self, i: int, change: Change, gradient: Tensor, usual: float | None) -> None:
+    def _start_grown(self, i: int, change: Change, gradient: Tensor, *, usual: float | None, moment: Tensor) -> None:
         """Give grown and revived weights the second moment that they would have had with a usual gradient.
 
-        `usual` is the mean square of the layer's gradients.
+        `usual` is the mean square of the layer's gradients, and `moment` its second moment.
         """
         if usual is None:
             return
@@ -298,7 +298,6 @@ class Topology(Component):
             squares = torch.maximum(squares, gradient[grown].square())
         squares = self.criteria.to_stored_squares(change.name, self.store.weight(i)[grown], squares)
         factor = zero_shards.clip_factor(self.engine)
-        moment = self.store.states(i)["exp_avg_sq"]
         moment[grown] = (squares * (factor * factor * self.store.second_moment_share(i))).to(moment.dtype)
 
     def _without_bits(self, change: Change) -> Change:

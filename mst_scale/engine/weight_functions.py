@@ -202,7 +202,7 @@ class WeightFunctions(Component, Criteria):
         """
         self.first_squares = {}
         for i, shape in enumerate(self.shapes.values()) if self.reseed else ():
-            gradient, v = self.shards.gradient(i), self.shards.states(i).get("exp_avg_sq")
+            gradient, v = self.shards.gradient(i), self.shards.second_moment(i)
             if v is None:
                 continue
             g = torch.zeros_like(v) if gradient is None else gradient.detach().float()
@@ -222,7 +222,9 @@ class WeightFunctions(Component, Criteria):
                 self.shards.part(i, gradient).add_(rounded.to(gradient.device), alpha=clip)
             if (square := self.first_squares.pop(i, None)) is not None:
                 warm = self.shards.second_moment_share(i)  # as in `topology`
-                self.shards.states(i)["exp_avg_sq"].copy_(square * (warm * clip**2))
+                moment = self.shards.second_moment(i)
+                assert moment is not None
+                moment.copy_(square * (warm * clip**2))
         self.reseed = self.reseed and bool(self.first_squares)
 
     def _replace(self, new: Any) -> bool:

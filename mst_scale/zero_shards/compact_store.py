@@ -38,7 +38,8 @@ class CompactStore:
         self.frozen, self.owner, self.within = self.values.frozen, self.values.owner, self.values.within
         self.read, self.matches_master = self.values.read, self.values.matches_master
         self.gradient, self.put_gradient = self.values.gradient, self.values.put_gradient
-        self.states, self.second_moment_share = self.values.states, self.values.second_moment_share
+        self.states, self.second_moment = self.values.states, self.values.second_moment
+        self.second_moment_share = self.values.second_moment_share
         self.parameters = self.values.parameters
         self.group, self.place = self.values.group, engine.device
         self.collectives = NamedCollectives("mst_compact")

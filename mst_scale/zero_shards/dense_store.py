@@ -79,6 +79,14 @@ class DenseStore(ABC):
             if torch.is_tensor(value) and value.numel() == owner.numel() and value.dim() > 0
         }
 
+    def second_moment(self, i: int) -> torch.Tensor | None:
+        """Return Adam's live second moment of this rank's slice, flat; None for other optimizers.
+
+        DeepSpeed's Adagrad for the CPU keeps its sum under the same key.
+        """
+        of_adam = any("betas" in group for group in self.optimizer.param_groups)
+        return self.states(i).get("exp_avg_sq") if of_adam else None
+
     def within(self, tensors: Collection[int]) -> list[int]:
         """Return the parameters whose master weights are part of the tensors with these ids."""
         return [i for i in range(len(self.parameters)) if id(self.owner(i)) in tensors]

@@ -11,12 +11,13 @@ from tests.support.toy_engine import mst_config, train
 STEPS, SCHEDULER = 4, {"type": "WarmupLR", "params": {"warmup_num_steps": 3, "warmup_type": "linear"}}
 
 
-def trained(rank, world, stage, scheduled, folder):
+def trained(rank, world, zero, scheduled, folder):
     """The weights and rates of a run, and those of one that a save and a load interrupt, and the groups' decay."""
 
     def made():
-        config = mst_config(stage, world, method="rigl")
+        config = mst_config(zero["stage"], world, method="rigl")
         config["optimizer"] = {"type": "Adagrad", "params": {"lr": 1e-2, "weight_decay": 0.4}}
+        config["zero_optimization"] |= zero
         if scheduled:
             config["scheduler"] = SCHEDULER
         model, parameters = groups()
@@ -32,12 +33,16 @@ def trained(rank, world, stage, scheduled, folder):
     return all_of(whole), all_of(resumed), whole.get_lr(), resumed.get_lr(), decays
 
 
-@pytest.mark.parametrize("scheduled", [False, True])
+OFFLOAD = {"offload_optimizer": {"device": "cpu"}}
+
+
+@pytest.mark.parametrize(("scheduled", "more"), [(False, {}), (True, {}), (True, OFFLOAD)])
 @pytest.mark.parametrize("stage", [1, 2, 3])
-def test_groups_are_those_of_stage_0(stage, scheduled, tmp_path):
-    """torch's own Adagrad, which DeepSpeed calls directly at stage 0, is the oracle."""
-    (oracle, _, rates, *_), _ = pool.run(trained, 2, 0, scheduled, str(tmp_path / "0"))
-    for weights, resumed, now, after, decays in pool.run(trained, 2, stage, scheduled, str(tmp_path / "s")):
+def test_groups_are_those_of_stage_0(stage, scheduled, more, tmp_path):
+    """torch's own Adagrad, which DeepSpeed calls directly at stage 0, is the oracle; with offload it uses its own."""
+    (oracle, _, rates, *_), _ = pool.run(trained, 2, {"stage": 0}, scheduled, str(tmp_path / "0"))
+    found = pool.run(trained, 2, {"stage": stage, **more}, scheduled, str(tmp_path / "s"))
+    for weights, resumed, now, after, decays in found:
         assert decays == [0.4, 0.4, 0.0]
         assert now == after == rates
         assert float((weights - oracle).abs().max()) < 1e-5
