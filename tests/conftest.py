@@ -119,7 +119,12 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[Any]) -> 
 
 
 def end_all_of(test: str) -> None:
-    """Kill what was started in this part of a test; pytest has put its name into their environment."""
+    """Kill what was started in this part of a test; pytest has put its name into their environment.
+
+    The server that forks ranks stays, for the tests that follow.
+    """
+    from multiprocessing.forkserver import _forkserver
+
     from tests.support import forked, pool
 
     pool.close_all()
@@ -127,7 +132,8 @@ def end_all_of(test: str) -> None:
     for process in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
             variables = (process / "environ").read_bytes().split(b"\0")
-            if b"PYTEST_CURRENT_TEST=" + test.encode() in variables:
+            of_test = b"PYTEST_CURRENT_TEST=" + test.encode() in variables
+            if of_test and int(process.name) != _forkserver._forkserver_pid:
                 os.kill(int(process.name), signal.SIGKILL)
 
 
