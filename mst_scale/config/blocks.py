@@ -272,7 +272,7 @@ class TrainingConfig:
         ge=1,
         le=10 * MILLION,
         description="Number of validation sequences, rounded up to whole micro-batches. Every evaluation of a run uses "
-        "the same sequences.",
+        "the same sequences, if its micro-batch stays the same or divides this number.",
     )
     eval_seed: Seed | None = Field(
         default=None,

@@ -5,8 +5,8 @@
 
   CONFIG           a file, or the name of a ready-made config
   … --out DIR      after CONFIG: folder of the run (default: runs/CONFIG-METHOD, such as runs/demo-mst)
-  --hostfile FILE  the machines, read here; this folder, the installation, CONFIG, the data and OUT must be at the same
-                   path on all of them
+  --hostfile FILE  the machines, read here; this folder, the installation, CONFIG and the data must be at the same path
+                   on all of them, and OUT on a file system that they share
   --launcher NAME  ssh (default) or pdsh
   --ssh-port P     port of ssh (default 22)
   --master ADDR    address of the first machine for the others (default: its name in the hostfile)

@@ -110,7 +110,7 @@ class MicroBatches:
 
     @torch.no_grad()
     def validation_loss(self) -> float:
-        """Return the mean validation loss over a fixed set of sequences, on any number of ranks.
+        """Return the mean validation loss over the first sequences of the validation set, in whole micro-batches.
 
         Micro-batches are assigned in turn. A rank that has none left repeats the last one, because under ZeRO-3 every
         forward pass is a collective.

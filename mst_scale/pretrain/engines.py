@@ -20,7 +20,7 @@ from mst_scale.flops.ledger import uncounted_flops
 from mst_scale.heap import restart_peak_memory
 from mst_scale.pretrain import elastic, from_memory, resume
 from mst_scale.pretrain.extending import describe_extension
-from mst_scale.pretrain.prepare import prepare
+from mst_scale.pretrain.prepare import Prepared, prepare
 from mst_scale.pretrain.training_loop import Left, Run, StopRequest, StorageChanges
 from mst_scale.run_logging.operations import command_of
 from mst_scale.run_logging.progress import Starting
@@ -41,7 +41,6 @@ def train(args: argparse.Namespace, experiment: Experiment, out: Path, ranks: Ra
     Raises:
         SystemExit: if the run was asked to stop.
     """
-    stop = StopRequest()
     restored = from_memory.restore(out, args.resume, ranks)
     sizes = ranks.agree(lambda: sizes_of(experiment.deepspeed))
     replicas = resume.initial_replicas(out, ranks, sizes)
@@ -49,8 +48,12 @@ def train(args: argparse.Namespace, experiment: Experiment, out: Path, ranks: Ra
     steps = fitted.training.steps
     if args.stop_at is not None and args.stop_at > steps:
         logger.warning("--stop-at %d is after the last step, %d: the run ends there", args.stop_at, steps)
-    left = _train_with_one_engine(args, fitted, out, ranks, starting=starting, stop=stop, restored=restored)
+    start = functools.partial(prepare, fitted, out, ranks, args.resume, args.branch_decay_from, stop_at=args.stop_at)
+    prepared = start(begins=starting.begins)
+    stop = StopRequest()  # a start that is asked to stop before has nothing to save, and ends at once
+    left = _train_with_one_engine(args, prepared, starting, stop, restored=restored)
     while left is not None:
+        del prepared  # with the engine that is to be freed
         if ranks.any(not zero_shards.is_freed(left.module)):
             logger.error(
                 "the previous engine was not freed, so its memory stays allocated: something still refers to it"
@@ -59,27 +62,23 @@ def train(args: argparse.Namespace, experiment: Experiment, out: Path, ranks: Ra
         if fitted.training.compile:
             torch.compiler.reset()  # torch limits compilations per function, and the next engine's blocks are different
         starting = Starting()
-        left = _train_with_one_engine(args, fitted, out, ranks, starting=starting, stop=stop, left=left)
+        prepared = start(handover=left.handover, begins=starting.begins)
+        left = _train_with_one_engine(args, prepared, starting, stop, left=left)
     elastic.tell_waiting_ranks()
     ranks.leave()
 
 
 def _train_with_one_engine(
-    args: argparse.Namespace, experiment: Experiment, out: Path, ranks: Ranks, *, starting: Starting,
-    stop: StopRequest, restored: dict[str, Any] | None = None, left: Left | None = None,
+    args: argparse.Namespace, prepared: Prepared, starting: Starting, stop: StopRequest, *,
+    restored: dict[str, Any] | None = None, left: Left | None = None,
 ) -> Left | None:  # fmt: skip
     """Train with one engine, until the run ends or its storage changes.
 
     Returns:
         What the engine leaves if another one has to continue; None if the run has ended.
     """
-    handover = None if left is None else left.handover
-    prepared = prepare(
-        experiment, out, ranks, args.resume, args.branch_decay_from,
-        stop_at=args.stop_at, handover=handover, begins=starting.begins,
-    )  # fmt: skip
     run = Run(prepared, stop, stop_at=args.stop_at, health=args.health, command=command_of(args.on_event), left=left)
-    if handover is not None:
+    if prepared.source_is_elsewhere:
         run.save_first()
     if restored is not None:
         run.record_event(from_memory.CONTINUED, **restored)
@@ -91,10 +90,10 @@ def _train_with_one_engine(
             starting.begins("first step")
             run.advance()
             starting.done()
-            run.record.leave_out_first_step(run.step, run.step * run.batch)
-        elif ranks.first:
-            extension = describe_extension(out, run.experiment)
-            run.record.say(f"{out} is finished ({first:,} steps); `mst report {out}` shows it{extension}")
+            run.record.leave_out_first_step(run.step, run.tokens)
+        elif run.ranks.first:
+            extension = describe_extension(run.out, run.experiment)
+            run.record.say(f"{run.out} is finished ({first:,} steps); `mst report {run.out}` shows it{extension}")
         run.to_the_end()
     except DivergedError as error:
         run.end_diverged(error)

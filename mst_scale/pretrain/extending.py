@@ -68,7 +68,7 @@ class SharedSteps:
 
     def missing_checkpoint(self, out: Path) -> str:
         """Return the message for a run that kept no checkpoint of the shared steps."""
-        kept = [_step_of(out / "checkpoints" / tag) for tag in finding.list_tags(out / "checkpoints")]
+        kept = [finding.step_of(out / "checkpoints" / tag) for tag in finding.list_tags(out / "checkpoints")]
         if self.decay is None or min(kept, default=0) <= self.decay:
             return f"{self.reason}, and no earlier checkpoint was kept: {self.fix}"
         plan = f"increase training.keep_checkpoints or decay with {BRANCH}"
@@ -135,7 +135,7 @@ def find_extension_start(
     if source is None or before is None:
         return source
     shared = _shared_steps(before, experiment, out)
-    if _step_of(source) <= shared.until:
+    if finding.step_of(source) <= shared.until:
         return source
     if resume != "auto" and shared.until >= 0:
         ranks.fail(
@@ -156,7 +156,7 @@ def describe_extension(out: Path, experiment: Experiment) -> str:
     steps = experiment.training.steps
     longer = dataclasses.replace(experiment, training=dataclasses.replace(experiment.training, steps=2 * steps))
     shared = _shared_steps(experiment, longer, out)
-    kept = [_step_of(out / "checkpoints" / tag) for tag in finding.list_tags(out / "checkpoints")]
+    kept = [finding.step_of(out / "checkpoints" / tag) for tag in finding.list_tags(out / "checkpoints")]
     if (step := next((step for step in kept if step <= shared.until), None)) is None:
         return ""
     return f"; a larger --steps continues it from step {step:,}{shared.reason and f', because {shared.reason}'}"
@@ -169,10 +169,6 @@ def _shorter_run(out: Path, experiment: Experiment) -> Experiment | None:
         return None
     before = resolve(own, str(out / "config.json"))
     return before if before.mst.method == experiment.mst.method else None
-
-
-def _step_of(checkpoint: Path) -> int:
-    return int((manifests.head(checkpoint) or {})["step"])
 
 
 # --- a decay from another run's checkpoint ---

@@ -84,6 +84,13 @@ class Prepared:
     """… and those of this engine; None if it is dense."""
     continues: bool = False
     """Whether it continues from the previous engine of this process."""
+    branches: bool = False
+    """Whether it continues from a checkpoint of another run."""
+
+    @property
+    def source_is_elsewhere(self) -> bool:
+        """Whether none of the run's checkpoints is of its current step, with its storage and its learning rates."""
+        return self.continues or self.branches
 
 
 def prepare(
@@ -174,7 +181,7 @@ def prepare(
         experiment=fitted, out=out, ranks=ranks, batch=shape.sequences, micro=shape.micro,
         accumulation=shape.accumulation, train=train, val=val, tasks=tasks, engine=engine, mesh=mesh, ledger=ledger,
         progress=progress, rollbacks=rollbacks, run_file=file, stretches=stretches, stretch=stretch,
-        continues=handover is not None,
+        continues=handover is not None, branches=source is not None and source.parent != out / "checkpoints",
     )  # fmt: skip
 
 

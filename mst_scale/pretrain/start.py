@@ -85,6 +85,7 @@ def _main(argv: list[str] | None, watch: Watch) -> None:
     lock = OutLock(out)
     try:
         ranks.on_first(lambda: lock.take(resume.is_restart(out)))
+        lock.check_shared(ranks)
         train(args, experiment, out, ranks, starting)
     finally:
         lock.release()

@@ -137,7 +137,7 @@ class Run:
             self.training.steps,
             batch=self.batch,
             step=self.step,
-            tokens=self._tokens(),
+            tokens=self.tokens,
             monitor=self.engine.monitor,
             first=self.ranks.first,
             layers=prepared.progress.layers,
@@ -214,11 +214,12 @@ class Run:
         if due.logs or due.evaluates:
             self._log(loss, due.evaluates)
         self.observer.after(self.step, self.step * self.batch)
-        stops = any(verdict.stop for verdict in verdicts)
+        # asked to stop, a run whose loss is not finite waits for a step that it can save
+        stops = any(verdict.stop for verdict in verdicts) and (due.last or not self.nonfinite)
         changes = not due.last and self._storage_changes()
         pauses = not due.last and self.pauses and not self.nonfinite
         if self.nonfinite:
-            if stops or due.last or changes:
+            if due.last or changes:
                 self._raise_if_nonfinite()
         elif stops or pauses or (due.saves and not changes):
             self.record.close()
@@ -311,7 +312,7 @@ class Run:
         return handover
 
     def save_first(self) -> None:
-        """Save the first checkpoint after a change of storage."""
+        """Save the first checkpoint after a change of storage, or of a branch."""
         self.saves.save(self.step, self._state(), final=False)
 
     def _find_step_to_undo(self, verdict: Verdict) -> int | None:
@@ -361,7 +362,7 @@ class Run:
         self.rollbacks += 1
         self.nonfinite = 0
         self.record_event("rolled back", from_step=here, to_step=self.step, skipped=left_out)
-        self.record.rewind(self.step, self._tokens())
+        self.record.rewind(self.step, self.tokens)
         self.observer.rewind(self.step)
         self.record.say(f"rolled back to step {self.step}; skipped: batch {', '.join(map(str, left_out))}")
         return True
@@ -387,7 +388,7 @@ class Run:
             "grad_norm": zero_shards.grad_norm(self.engine),
             **state_of(self.engine.mst),
             **self.ledger.row(),
-            **self.record.pace(self.step, self._tokens()),
+            **self.record.pace(self.step, self.tokens),
         }
         if (seconds := self.saves.take_seconds()) is not None:
             row["save_s"] = seconds
@@ -398,7 +399,9 @@ class Run:
         if self.operations is not None:
             self.operations.row(row)
 
-    def _tokens(self) -> int:
+    @property
+    def tokens(self) -> int:
+        """Tokens that the run has trained on."""
         return self.ledger.seen * self.experiment.model.seq_length
 
     def _mean(self, loss: torch.Tensor) -> float:
@@ -425,7 +428,9 @@ class Run:
         self.saves.abandon()
         self.saves.drop_copies()
         if self.run_file is not None:
-            before = self.run_file.starts[-2] if len(self.run_file.starts) > 1 else {}
+            before: dict[str, Any] = next(
+                (one for one in self.run_file.starts[-2::-1] if one.get("how") != STORAGE), {}
+            )
             again = resume.is_restart() and before.get("how") in DIVERGED and before.get("last_step") == self.step
             self.record_end(DIVERGED[again])
             if again:

@@ -147,8 +147,9 @@ def validate_same_adam(saved: str | None, now: str, source: Path) -> None:
     both_adam = all("Adam" in name and "Muon" not in name for name in (saved or "", now))
     if both_adam and str(saved).partition(".")[0] != now.partition(".")[0]:
         raise UserError(
-            f"{source} was saved with {saved}, and this config trains with {now}: leave optimizer.params.torch_adam "
-            "and zero_optimization.offload_optimizer as they were, or start another run from its weights (--init)"
+            f"{source} was saved with {saved}, and this config trains with {now}: leave optimizer.params.torch_adam, "
+            "zero_optimization.offload_optimizer and, in half precision, zero_optimization.stage as they were (stage 0 "
+            "has DeepSpeed's Adam), or start another run from its weights (--init)"
         )
 
 

@@ -32,6 +32,7 @@ HELD = (errno.EWOULDBLOCK, errno.EAGAIN, errno.EACCES)
 BRIEFLY = 3.0  # seconds to wait for a run that is about to end
 PATIENCE = 120.0  # seconds after a restart: a killed rank takes a few to end, the NFS lock of a dead machine 90
 BEAT = 5.0  # seconds from one number to the next
+VISIBLE = 60.0  # seconds after which a network file system shows a new file to other machines
 STILL = 3 * BEAT  # seconds without a heartbeat after which a run is considered dead
 WIDTH = 250  # bytes of the line, always the same, so that it is replaced in place
 LINE = re.compile(r"(process \d+ on (\S+)), (\w+), heartbeat \d+")
@@ -65,6 +66,26 @@ class OutLock:
                 raise kind(
                     f"another run writes into {self.path.parent} ({self._holder()}): wait until it ends, stop it, or "
                     "choose another --out"
+                )
+            time.sleep(0.5)
+
+    def check_shared(self, ranks: comm.Ranks) -> None:
+        """Check that the folder of the first rank, which has taken it, is that of all ranks. A collective.
+
+        Raises:
+            UserError: if a rank does not find the lock; every rank would save its files on its own machine.
+        """
+        # an own token that is not found is that of a file which cannot be written, or a disk that is full
+        token = ranks.on_first(lambda: self.token if self.file is not None and self.token in self._line() else "")
+        ranks.agree(lambda: self._find(token))
+
+    def _find(self, token: str) -> None:
+        deadline = time.monotonic() + VISIBLE
+        while token not in self._line():
+            if time.monotonic() >= deadline:
+                raise UserError(
+                    f"{self.path.parent} of {self.machine} is not the folder that the first rank writes into: choose "
+                    "an --out on a file system that all machines share"
                 )
             time.sleep(0.5)
 

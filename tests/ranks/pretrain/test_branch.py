@@ -53,6 +53,19 @@ def test_a_branch_is_the_run_that_was_planned_so(tmp_path, method):
     assert differing(out, short, "step00000014") == []
 
 
+def test_a_branch_that_starts_again_is_the_same_although_its_trunk_has_gone_on(tmp_path):
+    """Killed after two steps, it has saved none of them."""
+    trunk, out = tmp_path / "trunk", tmp_path / "branch"
+    assert run(tmp_path, "trunk", "--stop-at", "6") == (0, "")
+    command = ["--branch-decay-from", str(trunk), "--steps", "14"]
+    assert run(tmp_path, "branch", *command, "--stop-at", "6") == (0, "")
+    assert (out / "checkpoints" / "step00000006").is_dir()
+    assert run(tmp_path, "whole", *command) == (0, "")
+    assert run(tmp_path, "trunk") == (0, "")
+    assert run(tmp_path, "branch", *command) == (0, "")
+    assert without_times(tiny_run.rows(out)) == without_times(tiny_run.rows(tmp_path / "whole"))
+
+
 @pytest.fixture(scope="module")
 def trunk(tmp_path_factory):
     folder = tmp_path_factory.mktemp("trunk")

@@ -120,6 +120,14 @@ def test_phases_that_are_shares_of_the_run_are_rejected(tmp_path):
     assert line == f"{out} is finished (12 steps); `mst report {out}` shows it", "nobody has asked for more steps"
 
 
+def test_a_finished_run_may_have_a_damaged_older_checkpoint(tmp_path):
+    training = {**WSD, "decay": 4, "save_every": 4, "keep_checkpoints": 3}
+    assert run(tmp_path, "out", training=training)[:2] == (0, "")
+    (tmp_path / "out" / "checkpoints" / "step00000004" / "manifest.json").unlink()
+    code, text, _ = run(tmp_path, "out", training=training)
+    assert code == 0 and "Traceback" not in text, text
+
+
 def test_a_run_says_once_what_it_is_expected_to_gain(tmp_path):
     """Only on the first rank; plain dense training has nothing to expect."""
     blocks = {"training": {**WSD, "decay": 4}, "mst": IN_TOKENS}

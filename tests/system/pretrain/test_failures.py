@@ -1,5 +1,7 @@
 """What fails in the middle of a run: weights that are NaN, a disk that is full, a folder that is removed."""
 
+import math
+import os
 import shutil
 import signal
 from pathlib import Path
@@ -109,6 +111,32 @@ def poison(rank: int, world: int, argv: list[str], out: str) -> tuple[int, str, 
         MicroBatches.update = inner
     left = sorted(path.name for path in (Path(out) / "checkpoints").iterdir() if path.is_dir())
     return code, text, left
+
+
+def test_a_run_that_is_asked_to_stop_waits_for_a_finite_loss(tmp_path):
+    argv = arguments(tmp_path, "--steps", "12")
+    results = pool.run(stopped_while_not_finite, 2, argv)
+    assert [code for code, _ in results] == [0, 0], results
+    tags = [path.name for path in (tmp_path / "out" / "checkpoints").iterdir() if path.is_dir()]
+    assert "step00000006" not in tags and "step00000007" in tags
+
+
+def stopped_while_not_finite(rank: int, world: int, argv: list[str]) -> tuple[int, str]:
+    """Rank 1 is asked to stop in step 6, whose loss it reports as NaN."""
+    inner = MicroBatches.update
+
+    def update(self, step, number):
+        loss = inner(self, step, number)
+        if step == 5 and rank == 1:
+            os.kill(os.getpid(), signal.SIGUSR1)
+            loss = loss * math.nan
+        return loss
+
+    MicroBatches.update = update
+    try:
+        return attempt(rank, world, argv)
+    finally:
+        MicroBatches.update = inner
 
 
 def test_a_run_whose_folder_is_removed_continues(tmp_path):

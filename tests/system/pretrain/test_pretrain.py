@@ -262,6 +262,30 @@ def test_a_run_that_was_asked_to_stop_resumes_bit_for_bit(tmp_path, undisturbed)
     assert tiny_run.rows(out)[-1]["step"] == 5 and (out / "checkpoints" / "step00000005").is_dir()
     assert pool.run(attempt, 2, argv) == [(0, "")] * 2
     assert_same_run(out, undisturbed)
+    rows = tiny_run.rows(out)
+    for before, row in pairwise(rows):
+        of_a_step = row["tokens_per_s"] * row["step_ms"] / 1000
+        assert of_a_step == pytest.approx((row["tokens"] - before["tokens"]) / (row["step"] - before["step"]))
+
+
+def preparing(rank: int) -> None:
+    """The corpus takes a minute."""
+    from mst_scale.pretrain import prepare
+
+    def long(*_):
+        print("the corpus is prepared", flush=True)
+        time.sleep(60)
+
+    prepare._prepare_corpus = long
+
+
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGUSR1])
+def test_a_signal_before_the_first_step_ends_a_run_at_once(tmp_path, signum):
+    processes = forked.start(1, arguments(tmp_path, "out"), tmp_path / "logs", functools.partial(preparing, 0))
+    log = tmp_path / "logs" / "rank0"
+    tiny_run.wait_for(lambda: log.exists() and "the corpus is prepared" in log.read_text(), processes)
+    os.kill(processes[0].pid, signum)
+    assert forked.end(processes, 10) == [-signum]
 
 
 def test_a_finished_run_that_is_started_again_changes_nothing(tmp_path, undisturbed):

@@ -279,6 +279,25 @@ def test_a_second_run_in_the_same_folder_is_rejected_in_one_line(tmp_path):
     assert pool.run(logged_attempt, 2, arguments(tmp_path, "out", "--steps", "2"))[0][0] == 0
 
 
+def on_its_own_machine(rank: int, world: int, folder: str, argv: list[str]) -> tuple[int, str]:
+    """The ranks have different working folders, and so different folders of this relative name."""
+    os.makedirs(f"{folder}/{rank}")
+    os.chdir(f"{folder}/{rank}")
+    visible, out_lock.VISIBLE = out_lock.VISIBLE, 0.5
+    try:
+        return logged_attempt(rank, world, argv)
+    finally:
+        out_lock.VISIBLE = visible
+        os.chdir("/")
+
+
+def test_a_folder_that_the_machines_do_not_share_is_noticed(tmp_path):
+    results = pool.run(on_its_own_machine, 2, str(tmp_path), [*arguments(tmp_path), "--out", "here"])
+    assert [code for code, _ in results] == [2, 2]
+    (line,) = [line for _, text in results for line in text.splitlines() if "that the first rank writes into" in line]
+    assert "here of " in line and "that all machines share" in line
+
+
 def test_a_folder_that_cannot_be_created():
     with pytest.raises(UserError, match="choose another --out"):
         OutLock(Path("/proc/self/out")).take(restarted=False)
