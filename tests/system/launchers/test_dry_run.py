@@ -25,7 +25,7 @@ def test_dry_run_shows_words_that_a_shell_reads_back(tmp_path, script):
     import shlex
 
     (tmp_path / "hosts").write_text("node1 slots=8\nnode2 slots=8\n")
-    made = config(tmp_path, HOSTILE + ".json")
+    made = config(tmp_path, HOSTILE + ".json", train_batch_size=32)
     out = [] if script == "sweep.sh" else ["--out", HOSTILE]
     text = shown(script, "--dry-run", *CASES[script], str(made), *out, cwd=tmp_path)
     lines = [line for line in text.splitlines() if not line.startswith("2 processes on the CPU, ")]
@@ -105,7 +105,7 @@ def test_a_tensor_group_that_would_leave_its_node_is_refused_before_anything_sta
 def test_whole_groups_start_and_fill_one_node_after_the_other(tmp_path):
     tools = programs(tmp_path / "bin", mpirun="echo Open MPI")
     (tmp_path / "hosts").write_text("a slots=4\na slots=4\nb slots=8\n")
-    made = str(config(tmp_path))
+    made = str(config(tmp_path, train_batch_size=24))
     _, started = shown("slurm.sh", "--dry-run", "--nodes", "2", made, *SHARED, cwd=tmp_path, PATH=tools).splitlines()
     assert " srun --kill-on-bad-exit=1 --ntasks=16 --ntasks-per-node=8 --distribution=block " in started
     mpi = ["--dry-run", "--hostfile", "hosts", "--processes", "12"]
