@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.modules.conv import _ConvNd
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import MappingKey, tree_leaves_with_path
 
 from mst_scale.flops.formulas import DENSE, DENSE_KEYS, KEYS
 from mst_scale.flops.ledger import OPTIMIZER_KEY, with_reductions
@@ -85,7 +85,7 @@ class ModelLedger:
         if self.training:
             if not self.inputs:
                 self.begun = time.monotonic()
-            tokens, length = _size(tree_leaves((args, named)))
+            tokens, length = _size((args, named))
             self.inputs.append((tokens, length * self.parts))
 
     def _measure(self, product: Product, module: Any, args: tuple[Any, ...], output: Any) -> None:
@@ -171,13 +171,18 @@ def _head(module: Any) -> tuple[nn.Parameter, nn.Module] | None:
     return module.get_output_embeddings().weight, norm
 
 
-def _size(inputs: Iterable[Any]) -> tuple[int, int]:
-    """Return (tokens, length) of a micro-batch: those of the first integer tensor, or else of the first tensor."""
-    tensors = [value for value in inputs if torch.is_tensor(value) and value.dim()]
-    for tensor in tensors:
-        if not tensor.is_floating_point() and tensor.dtype != torch.bool:
-            return tensor.numel(), tensor.shape[-1] if tensor.dim() > 1 else 1
-    for tensor in tensors:
+def _size(batch: Any) -> tuple[int, int]:
+    """Return (tokens, length) of a micro-batch.
+
+    These are those of `input_ids`, or else of the first integer tensor that is not only a vector (such as the labels of
+    a classifier), or else of the first integer tensor, or else of the first tensor.
+    """
+    tensors = [(path, leaf) for path, leaf in tree_leaves_with_path(batch) if torch.is_tensor(leaf) and leaf.dim()]
+    integers = [(p, t) for p, t in tensors if not t.is_floating_point() and t.dtype != torch.bool]
+    if integers:
+        _, tokens = max(integers, key=lambda one: (one[0][-1] == MappingKey("input_ids"), one[1].dim() > 1))
+        return tokens.numel(), tokens.shape[-1] if tokens.dim() > 1 else 1
+    for _, tensor in tensors:
         return tensor.numel() // max(1, tensor.shape[-1]), tensor.shape[-2] if tensor.dim() > 2 else 1
     return 0, 1
 
