@@ -13,7 +13,9 @@ from torch import nn
 # A component of a parameter's name: loralib's and peft's, transformers' adapters, prompt encoders.
 NAMES = re.compile(r"(^|\.)(lora_|ia3_|adapters?([._]|$)|adaption_prompt|prompt_encoder\.|modules_to_save\.)")
 # What peft puts into the names of a model that it wraps.
-WRAPPED = re.compile(r"^base_model\.model\.|\.base_layer(?=\.|$)|\.original_module(?=\.|$)")
+WRAPPED = re.compile(r"^base_model\.model\.|\.(base_layer|original_module|token_adapter)(?=\.|$)")
+# Base weights that peft does not add to: it trains a copy of them, or some of their rows.
+REPLACED = re.compile(r"\.(original_module|token_adapter)\.")
 
 
 def adapters_of(model: nn.Module) -> set[int]:

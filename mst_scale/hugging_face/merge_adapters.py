@@ -12,7 +12,7 @@ from torch import nn
 
 from mst_scale.checkpoints.open_masks import OpenMasks
 from mst_scale.comm import logger
-from mst_scale.engine.adapters import adapters_of, base_name
+from mst_scale.engine.adapters import REPLACED, adapters_of, base_name
 from mst_scale.errors import UserError
 
 
@@ -75,15 +75,20 @@ def merge_adapters(model: Any, masks: Mapping[str, torch.Tensor] | str | Path | 
 
 
 def _zeros_of(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Return masks of the nonzero weights of base matrices that have zeros, by their names after merging."""
+    """Return masks of the nonzero weights of base matrices that have zeros, by their names after merging.
+
+    A matrix of zeros was never trained, and has no mask. Nor has one of which peft trains a copy (`modules_to_save`) or
+    rows (`trainable_token_indices`) instead of adding to it.
+    """
     if any(getattr(m, "merged", False) is True for m in model.modules() if hasattr(m, "adapter_layer_names")):
         raise UserError(
             "merge_adapters: the adapters have already been merged, so the zeros of the base are lost: call "
             "model.unmerge_adapter() first, or pass masks"
         )
     adapters = adapters_of(model)
-    base = {base_name(n): p for n, p in model.named_parameters() if id(p) not in adapters}
-    return {n: p != 0 for n, p in base.items() if p.dim() > 1 and p.is_floating_point() and not p.all()}
+    base = {n: p for n, p in model.named_parameters() if id(p) not in adapters and not REPLACED.search(n)}
+    matrices = {base_name(n): p for n, p in base.items() if p.dim() > 1 and p.is_floating_point()}
+    return {n: p != 0 for n, p in matrices.items() if p.any() and not p.all()}
 
 
 def _given(masks: Mapping[str, torch.Tensor] | str | Path) -> dict[str, torch.Tensor]:

@@ -322,6 +322,56 @@ def test_merged_weights_keep_the_zeros_of_the_base(given, tmp_path, caplog):
     assert len(said) == 1 and f"{lost**0.5:.2g} of the matrices' norm" in said[0] and "lost" in said[0]
 
 
+REPLACING = {
+    "head": LoraConfig(r=4, target_modules=["q_proj"], modules_to_save=["lm_head"]),
+    "tokens": LoraConfig(r=4, target_modules=["q_proj"], trainable_token_indices=[0, 2]),
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "zeros"),
+    [
+        ("head", "lm_head.weight", slice(None)),  # a head that starts at zero
+        ("head", "lm_head.weight", slice(3)),
+        ("tokens", "model.embed_tokens.weight", slice(3)),  # of which 0 and 2 are trained
+    ],
+)
+def test_what_peft_trains_in_place_of_the_base_is_merged_as_it_was_trained(kind, name, zeros):
+    plain = pruned()
+    plain.get_parameter(name).data[zeros] = 0
+    model = get_peft_model(copy.deepcopy(plain), copy.deepcopy(REPLACING[kind]))
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            torch.nn.init.normal_(parameter, std=0.1)
+    expected = copy.deepcopy(model).merge_and_unload().get_parameter(name)
+    merged = mst_scale.merge_adapters(model)
+    assert torch.equal(merged.get_parameter(name), expected)
+    changed = (expected != plain.get_parameter(name)).any(-1).nonzero().flatten().tolist()
+    assert changed == ([0, 2] if kind == "tokens" else [*range(len(expected))])
+    q_proj = "model.layers.0.self_attn.q_proj.weight"
+    assert torch.equal(merged.get_parameter(q_proj) == 0, plain.get_parameter(q_proj) == 0)
+
+
+def test_adapters_of_a_matrix_of_zeros_are_merged_whole():
+    name = "model.layers.0.self_attn.q_proj.weight"
+    plain = pruned()
+    plain.get_parameter(name).data.zero_()
+    model = get_peft_model(plain, copy.deepcopy(REPLACING["head"]))
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            torch.nn.init.normal_(parameter, std=0.1)
+    expected = copy.deepcopy(model).merge_and_unload().get_parameter(name)
+    assert expected.all() and torch.equal(mst_scale.merge_adapters(model).get_parameter(name), expected)
+
+
+def test_masks_of_embeddings_with_trained_tokens_are_known_by_their_plain_names():
+    name = "model.embed_tokens.weight"
+    plain = pruned().get_parameter(name)  # the padding's row is 0
+    mask = kept(plain)
+    model = get_peft_model(pruned(), copy.deepcopy(REPLACING["tokens"]))
+    assert torch.equal(mst_scale.merge_adapters(model, {name: mask}).get_parameter(name) == 0, ~mask | (plain == 0))
+
+
 def test_what_cannot_be_merged_is_named():
     with pytest.raises(UserError, match="peft"):
         mst_scale.merge_adapters(pruned())
