@@ -48,6 +48,13 @@ def keep_given(state: MaskState, store: zero_shards.Store, given: GivenMasks) ->
             mask.ever.zero_()  # what is given away was never trained
         mask.set_flags(kept, count)
     zero_inactive(state, store)
+    untrained = [mask.name for i, mask in enumerate(state.masks) if not active[i] and not store.frozen(i)]
+    if given.file is None and untrained:
+        logger.warning(
+            "method fixed keeps the zeros of the weights, so matrices that are entirely zero are never trained (%s): "
+            "exclude them in mst.targets.exclude, or initialize them before mst_scale.initialize",
+            ", ".join(untrained),
+        )
 
 
 def depends_on_weights(initial: str, given: str | None) -> bool:

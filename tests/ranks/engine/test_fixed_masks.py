@@ -11,6 +11,7 @@ import mst_scale
 from mst_scale.checkpoints import open_masks
 from mst_scale.cli import main
 from mst_scale.config import load
+from mst_scale.engine import initial_masks
 from tests.ranks.integrations.test_trainer import arguments
 from tests.support import pool
 from tests.support.integrated import Words, deepspeed_config, digests, model, opened
@@ -100,6 +101,29 @@ def test_given_masks_may_go_at_the_end(tmp_path):
     assert densities == [0.67, 0.67, 0.67, 1, 1, 1] and said.endswith("until step 4 of 6")
     for other in pool.run(dense_at_the_end, 2, 3, str(path)):
         assert other == (densities, said, pytest.approx(loss, rel=1e-5))
+
+
+def with_zeros(rank, world, stage, frozen):
+    """Warnings about a matrix that is entirely zero, and the number of its weights that a step moves."""
+    made, seen = pruned(), []
+    made.get_parameter("up.weight").data.zero_()
+    made.get_parameter("up.weight").requires_grad_(not frozen)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(initial_masks.logger, "warning", lambda text, *given: seen.append(text % given))
+        engine, *_ = mst_scale.initialize(model=made, config=config(stage, world))
+        engine.backward(engine(*toy_batch(0, 0)))
+        engine.step()
+    i = engine.mst.masks.names.index("up.weight")
+    return seen, int(engine.mst.store.weight(i).count_nonzero())
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_matrix_of_zeros_is_named(stage):
+    for seen, moved in pool.run(with_zeros, 2, stage, False):
+        (warning,) = seen
+        assert "never trained (up.weight): exclude them" in warning and not moved
+    for seen, moved in pool.run(with_zeros, 2, stage, True):
+        assert (seen, moved) == ([], 0)
 
 
 def refused(rank, world, masks):
