@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 
 from mst_scale.errors import UserError
+from mst_scale.sparse_linear.head import check_targets
 from mst_scale.transforms import has_tangent, transformed
 
 IGNORE = -1  # the target of an ignored position
@@ -36,6 +37,8 @@ def cross_entropy(logits: torch.Tensor, targets: torch.Tensor, count: torch.Tens
             f"cross_entropy: targets of shape {tuple(targets.shape)} do not fit logits of {tuple(logits.shape)}"
         )
     logits, targets = logits.reshape(-1, logits.shape[-1]), targets.reshape(-1)
+    if not torch.compiler.is_compiling() and not transformed():  # these cannot depend on values
+        check_targets(targets, logits.shape[-1])
     if transformed() or has_tangent(logits):  # use operations that torch can transform
         wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
         losses = F.cross_entropy(wide, targets, ignore_index=IGNORE, reduction="sum")

@@ -43,6 +43,23 @@ def cross_entropy(
     return loss
 
 
+def check_targets(targets: Tensor, vocabulary: int) -> None:
+    """Check that targets are tokens, or -1 for tokens that do not count.
+
+    Only targets on the CPU are checked, because reading those of another device would make the CPU wait for it.
+
+    Raises:
+        UserError: if one is not.
+    """
+    if targets.device.type != "cpu" or not targets.numel():
+        return
+    least, largest = (int(value) for value in targets.aminmax())
+    if least < -1:
+        raise UserError(f"a target is {least}: use -1 for tokens that do not count")
+    if largest >= vocabulary:
+        raise UserError(f"a target is {largest}: with this vocabulary, targets must be below {vocabulary}")
+
+
 class _CrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -52,10 +69,9 @@ class _CrossEntropy(torch.autograd.Function):
         outputs, inputs = products.shape
         flat = x.reshape(-1, inputs).contiguous()
         targets = targets.reshape(-1).to(torch.int64).contiguous()
-        if len(targets) != len(flat) or (len(targets) and int(targets.max()) >= outputs):
-            raise UserError(f"{len(flat)} tokens need {len(flat)} targets below {outputs}")
-        if len(targets) and int(targets.min()) < -1:
-            raise UserError(f"a target is {int(targets.min())}: use -1 for tokens that do not count")
+        if len(targets) != len(flat):
+            raise UserError(f"{len(flat)} tokens need {len(flat)} targets, not {len(targets)}")
+        check_targets(targets, outputs)
         counted = targets >= 0
         total = counted.sum() if count is None else count
         dtype = wide(x.dtype)

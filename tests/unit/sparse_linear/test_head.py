@@ -115,8 +115,8 @@ def test_edges():
     loss, dx, dw = results(lambda x, w: index.cross_entropy(x, w, targets), bad, weight)
     assert loss.isnan() and dx[0].isnan().any() and dx[1:].isfinite().all() and not dw[active].isfinite().any()
     assert index.cross_entropy(x, weight, torch.full_like(targets, -1)).isnan(), "as the mean of nothing"
-    for wrong in (targets[:-1], targets.clamp(min=130)):
-        with pytest.raises(ValueError, match="targets below 130"):
+    for wrong, message in ((targets[:-1], "need 70 targets, not 69"), (targets.clamp(min=130), "must be below 130")):
+        with pytest.raises(ValueError, match=message):
             index.cross_entropy(x, weight, wrong)
     with pytest.raises(ValueError, match="a target is -100"):
         index.cross_entropy(x, weight, targets.clone().index_fill_(0, torch.tensor([3]), -100))
