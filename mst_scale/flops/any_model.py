@@ -195,5 +195,7 @@ def _attention(layer: Any) -> tuple[int, bool] | None:
     if not is_attention(layer):
         return None
     heads = getattr(getattr(layer, "config", None), "num_attention_heads", None)
-    head = getattr(layer, "head_dim", None)
+    # what Llama, BERT and GPT-NeoX call it; DeepSeek-V3, whose keys and values have two sizes, has none of these
+    sizes = [getattr(layer, name, None) for name in ("head_dim", "attention_head_size", "head_size")]
+    head = next((size for size in sizes if size is not None), None)
     return None if heads is None or head is None else (int(heads) * int(head), bool(layer.is_causal))

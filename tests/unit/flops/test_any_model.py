@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import transformers
 from torch import nn
 from transformers import LlamaConfig, LlamaForSequenceClassification, default_data_collator
 
@@ -49,6 +50,38 @@ def test_tokens_are_those_of_the_input_and_not_of_the_labels(order):
     expected = 3 * (2 * (SEQUENCES * LENGTH * matrices + 4 * pairs * d) + head)
     assert spent["tokens"] == SEQUENCES * LENGTH
     assert spent["flops_dense"] == pytest.approx(expected, rel=1e-12)
+
+
+DISTIL = {"n_layers": 2, "n_heads": 2, "dim": 16, "hidden_dim": 32, "vocab_size": 50}
+SPLIT = {"q_lora_rank": 8, "kv_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 4, "v_head_dim": 8}
+
+
+@pytest.mark.parametrize(
+    ("kind", "shape", "layers"),
+    [
+        ("LlamaForCausalLM", SHAPE, [(16, True)] * 2),
+        ("LlamaForCausalLM", {**SHAPE, "head_dim": 12}, [(24, True)] * 2),
+        ("GPTNeoXForCausalLM", SHAPE, [(16, True)] * 2),
+        ("BertForMaskedLM", SHAPE, [(16, False)] * 2),
+        ("BertLMHeadModel", {**SHAPE, "is_decoder": True}, [(16, True)] * 2),
+        ("RobertaForMaskedLM", SHAPE, [(16, False)] * 2),
+        ("DistilBertForMaskedLM", DISTIL, [(16, False)] * 2),
+        ("DeepseekV3ForCausalLM", {**SHAPE, **SPLIT, "first_k_dense_replace": 2}, []),
+    ],
+)
+def test_attention_layers_are_found_whatever_their_head_size_is_called(kind, shape, layers):
+    made = getattr(transformers, kind)
+    assert ModelLedger(made(made.config_class(**shape))).attention == layers
+
+
+@pytest.mark.parametrize(("kind", "causal"), [("GPTNeoXForCausalLM", True), ("BertForMaskedLM", False)])
+def test_sparse_attention_counts_its_pairs(kind, causal):
+    made = getattr(transformers, kind)
+    tokens = torch.ones(SEQUENCES, LENGTH, dtype=torch.long)
+    spent = spent_on(made(made.config_class(**SHAPE)), tokens, pattern=Pattern("strided", 8))
+    left_out = LENGTH * LENGTH - Pattern("strided", 8).pairs(LENGTH, causal)
+    saved = 3 * 2 * 4 * SEQUENCES * left_out * SHAPE["hidden_size"]  # backward twice as many, in two layers
+    assert spent["flops_dense"] - spent["flops"] == pytest.approx(saved, rel=1e-9)
 
 
 class Takes(nn.Module):
