@@ -13,8 +13,8 @@ from mst_scale.hybrid_sparse_attention import AttentionSchedule, Pattern, attach
 class AttentionPattern(Component):
     """The attention pattern of each step, set before its forward pass."""
 
-    def __init__(self, engine: Any, schedule: AttentionSchedule, backend: str):
-        self.engine, self.schedule, self.backend = engine, schedule, backend
+    def __init__(self, engine: Any, schedule: AttentionSchedule, backend: str, own_loop: bool):
+        self.engine, self.schedule, self.backend, self.own_loop = engine, schedule, backend, own_loop
         self.layers = 0
         """Attention layers that follow the pattern …"""
         self.why_dense: str | None = None
@@ -41,7 +41,12 @@ class AttentionPattern(Component):
         if self.pattern.kind != "dense":
             self.why_dense = attach(self.engine.module, self.pattern, self.backend)
             self._follow()
-        context = getattr(getattr(self.engine.module, "config", None), "max_position_embeddings", None)  # transformers'
+        if self.own_loop:  # `pretrain` has said so before
+            self._warn_of_ineffective_stride()
+
+    def _warn_of_ineffective_stride(self) -> None:
+        config = getattr(self.engine.module, "config", None)  # of a transformers model, or of one of ours
+        context = getattr(config, "max_position_embeddings", getattr(config, "seq_length", None))
         if isinstance(context, int) and (warning := self.schedule.describe_ineffective_stride(context)):
             logger.warning("%s", warning)
 

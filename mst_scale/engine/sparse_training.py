@@ -95,7 +95,8 @@ class SparseTraining:
         self.callbacks = Callbacks()
         self.record = ConfigRecord(engine, experiment, own_loop)
         self.functions = None if experiment.mst.function is None else WeightFunctions(engine, experiment)
-        self.attention = AttentionPattern(engine, experiment.attention_schedule, experiment.mst.attention.backend)
+        backend = experiment.mst.attention.backend
+        self.attention = AttentionPattern(engine, experiment.attention_schedule, backend, own_loop)
         masked: list[Component] = [] if experiment.mst.stays_dense else self._make_masks()
         if not masked:
             self.state = MaskState.none(experiment.schedule)

@@ -6,8 +6,9 @@ import torch
 import mst_scale
 from mst_scale.config import load
 from mst_scale.config.blocks import ModelConfig
+from mst_scale.engine import attention
 from mst_scale.hybrid_sparse_attention import Pattern, SelfAttention
-from mst_scale.models.gpt import GPT
+from mst_scale.models import BERT, GPT
 from tests.support import pool
 from tests.support.toys import deepspeed_config
 
@@ -57,6 +58,31 @@ def test_attention_turns_dense_when_it_should_also_after_a_load(tmp_path, name):
     sparse = (Pattern("strided", 4), "auto" if "attention" in CASES[name] else "blocked")
     dense = (Pattern("dense"), "auto")
     assert seen == [sparse, sparse, sparse, dense, dense] and loaded == warm == dense
+
+
+def warnings_of(rank, world, kind, stride):
+    """Warnings of a start whose model, of 16 tokens, is ours or one of transformers."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    ours = {"gpt": GPT, "bert": BERT}
+    if kind in ours:
+        made = ours[kind](ModelConfig(**SMALL, arch=kind))
+    else:
+        made = GPT2LMHeadModel(GPT2Config(n_layer=1, n_head=2, n_embd=32, n_positions=16, vocab_size=64, attn_pdrop=0))
+    found = config({"method": "mst", "attention": {"pattern": "strided", "stride": stride}})
+    del found["model"]
+    seen = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(attention.logger, "warning", lambda text, *given: seen.append(text % given))
+        mst_scale.initialize(model=made, config=found)
+    return [line for line in seen if "leaves nothing out" in line]
+
+
+@pytest.mark.parametrize("kind", ["gpt", "bert", "gpt2 of transformers"])
+def test_a_stride_that_leaves_nothing_out_is_named_for_every_model(kind):
+    (seen,) = pool.run(warnings_of, 1, kind, 16)
+    assert len(seen) == 1 and "mst.attention.stride (16) is not below the context (16)" in seen[0]
+    assert pool.run(warnings_of, 1, kind, 4) == [[]]
 
 
 def test_a_backend_that_is_none_is_refused():
