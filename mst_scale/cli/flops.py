@@ -91,7 +91,7 @@ def run(args: argparse.Namespace) -> int:
     if args.ranks is not None:
         batch_shape(experiment.deepspeed, replicas)  # raises if they cannot share the batch
     experiment = shortened(experiment, replicas)
-    if not _names_a_model(args):
+    if not _names_a_model(args, experiment):
         m = experiment.model
         default = f"GPT-2 small ({m.n_layer} layers of width {m.n_embd}, context {m.seq_length:,})"
         print(f"mst: {args.config} has no model block: this counts the default, {default}", file=sys.stderr)
@@ -100,11 +100,11 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _names_a_model(args: argparse.Namespace) -> bool:
+def _names_a_model(args: argparse.Namespace, experiment: Experiment) -> bool:
     from mst_scale.config import read
 
     stated = bool(read(args.config)[1].get("model")) or any(each.startswith("model.") for each in args.set)
-    return stated or args.method == "tiny"
+    return stated or experiment.mst.method == "tiny"
 
 
 # --- one config ---

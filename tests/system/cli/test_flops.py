@@ -32,6 +32,15 @@ def test_the_default_model_is_announced_and_json_stays_clean(tmp_path, capsys):
     assert capsys.readouterr().err == ""
 
 
+def test_tiny_names_its_model_on_the_command_line_and_in_the_file(tmp_path, capsys):
+    path = tmp_path / "c.json"
+    path.write_text('{"train_batch_size": 8, "training": {"steps": 10}, "mst": {"method": "tiny"}}')
+    assert cli.main(["flops", "--config", str(path)]) == 0
+    assert capsys.readouterr().err == ""
+    assert cli.main(["flops", "--config", str(path), "--method", "dense"]) == 0
+    assert "counts the default, GPT-2 small" in capsys.readouterr().err
+
+
 def test_the_papers_table(capsys):
     found = json.loads(ask(capsys, "--paper", "--json"))
     expected = {"dense": 874.8, "tiny": 212.7, "static": 267.7, "rigl": 267.7, "mst": 219.4}
