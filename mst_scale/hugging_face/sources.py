@@ -249,10 +249,12 @@ class TransformersSource:
         context = self.config.get("max_position_embeddings", self.config.get("n_positions"))
         return found.within(context) if isinstance(context, int) else found
 
-    @property
+    @cached_property
     def _about(self) -> dict[str, Any]:
-        """The block `mst_scale` of the configuration."""
-        return dict(self.config.get("mst_scale") or {})
+        """The block `mst_scale` of the checkpoint's own configuration, or else of the one that was passed."""
+        own = self.checkpoint / model_config.NAME
+        config = json.loads(own.read_text()) if own.is_file() else self.config
+        return dict(config.get("mst_scale") or {})
 
     def beside(self, name: str) -> Path | None:
         """Find a file of this name next to the model's configuration or its checkpoint."""
