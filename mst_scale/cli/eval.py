@@ -33,8 +33,8 @@ TASKS: lambada, wikitext2, ptb, wikitext103, 1bw, rte, mrpc, or all. Their docum
 
 Perplexities are per token (which we assume the paper's to be) and per word (separated by blanks). A text is one
 sequence and is not detokenized. It is read in windows of the context that advance by --stride, so all tokens
-but the first of a text have at least context - stride tokens before them. LAMBADA is scored per word: all tokens of the
-last word must be the most likely ones.
+but the first context - stride of a text have at least context - stride tokens before them. LAMBADA is scored per word:
+all tokens of the last word must be the most likely ones.
 
 The result is also written to eval.json in the folder of the run or model (or to --out). The same command completes an
 evaluation that was killed; results of other checkpoints or settings in that file are kept. For several processes:
