@@ -90,7 +90,7 @@ def make_dense(checkpoint: Path) -> dict[str, Any]:
     draft.mkdir()
     try:
         universal.convert(checkpoint, draft)
-    except UserError as error:  # no update has been made yet, so there are no optimizer states
+    except UserError as error:  # no update has been made yet, or the optimizer is not like Adam
         shutil.rmtree(draft)
         logger.warning("the checkpoint is saved with its active weights only: %s", error)
         return {}

@@ -80,7 +80,7 @@ def _common_state(source: Path, state: dict[str, Any]) -> dict[str, Any]:
         inner, common = base_state(state["optimizer"]), {}
     kept = inner.get("state", {}) if isinstance(inner, dict) else {}
     steps = [found["step"] for found in kept.values() if "step" in found]
-    if not steps:
+    if not steps or any(found.keys() - {"step", *STATES} for found in kept.values()):
         raise _not_adam(source)
     groups = [{k: v for k, v in group.items() if k != "param_names"} for group in inner["param_groups"]]
     # FusedAdam counts a group's updates in the state of its last parameter alone

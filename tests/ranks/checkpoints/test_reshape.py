@@ -300,11 +300,18 @@ def test_a_damaged_copy_is_named_and_made_anew(run, tmp_path):
 # --- what is refused ---
 
 
+OTHERS = {
+    "sgd": {"type": "SGD", "params": {"lr": 1e-2}},
+    "amsgrad": {"type": "AdamW", "params": {"lr": 1e-2, "torch_adam": True, "amsgrad": True}},
+    "nadam": {"type": "NAdam", "params": {"lr": 1e-2}},
+}
+
+
 def saves_other(rank, world, stage, kind, folder):
     model = WithBuffer()
     config = deepspeed_config(stage, world, accumulation=1)
-    if kind == "sgd":
-        config["optimizer"] = {"type": "SGD", "params": {"lr": 1e-2}}
+    if kind in OTHERS:
+        config["optimizer"] = OTHERS[kind]
         config["zero_allow_untested_optimizer"] = True
     if kind == "frozen":
         model.norm.bias.requires_grad_(False)
@@ -322,6 +329,10 @@ def saves_other(rank, world, stage, kind, folder):
     [
         (0, "sgd", "optimizer states of Adam"),
         (1, "sgd", "optimizer states of Adam"),
+        (0, "amsgrad", "optimizer states of Adam"),
+        (1, "amsgrad", "optimizer states of Adam"),
+        (3, "amsgrad", "optimizer states of Adam"),
+        (1, "nadam", "optimizer states of Adam"),
         (0, "frozen", "norm.bias, which is not trained"),
         (1, "frozen", "norm.bias, which is not trained"),
         (2, "frozen", "norm.bias, which is not trained"),

@@ -16,7 +16,7 @@ from torch.nn.utils import parametrizations, prune
 import mst_scale
 from mst_scale import zero_shards
 from mst_scale.checkpoints.mask_report import inspect
-from mst_scale.checkpoints.reshape import reshape
+from mst_scale.checkpoints.reshape import make_dense, reshape
 from mst_scale.config import ModelConfig
 from mst_scale.errors import Damaged, UserError
 from mst_scale.models import GPT
@@ -54,6 +54,24 @@ def test_a_run_resumes_bit_for_bit(stage, tmp_path):
     once = pool.run(saved, 2, stage, "auto", str(tmp_path))[0]
     again = pool.run(resumed, 2, stage, "auto", str(tmp_path))[0]
     assert differences([again], [once]) == []
+
+
+def amsgrad(rank, world, folder):
+    """Weights of an AMSGrad run, and of one that resumes after `make_dense` has seen its checkpoint."""
+    config = constant_config(2, world, "auto", policy="rigl")
+    config["optimizer"]["params"] |= {"amsgrad": True}
+    whole, resumed = started(config), started(config)
+    train(whole, rank, world, FIRST)
+    whole.save_checkpoint(folder, tag="half")
+    form = make_dense(Path(folder) / "half")
+    resumed.load_checkpoint(folder, tag="half")
+    return form, continued(whole, rank, world), continued(resumed, rank, world)
+
+
+def test_states_that_the_universal_layout_has_no_place_for_stay_in_the_checkpoint(tmp_path):
+    ((form, whole, resumed),) = pool.run(amsgrad, 1, str(tmp_path))
+    assert form == {}
+    assert differences([resumed], [whole]) == []
 
 
 @pytest.mark.parametrize("stage", [0, 2, 3])
