@@ -32,6 +32,7 @@ from mst_scale.mixed_growing.config import TopologyConfig
 from mst_scale.mixed_growing.distribution import active_counts
 from mst_scale.mixed_growing.evolve import Change, Layer, active_mean_squares
 
+FIRST_MOMENTS = {"exp_avg", "momentum_buffer"}  # the latter of SGD, RMSprop and Muon
 Granularity = Elements | Blocks | Channels
 """The unit of pruning and growing."""
 
@@ -258,8 +259,9 @@ class Topology(Component):
                 masks[i].retain_(*states[i].values())
                 if config.grown_moments != "zero" and (moment := self.store.second_moment(i)) is not None:
                     self._start_grown(i, change, under_way.gradients[i], usual=usual[i], moment=moment)
-                if config.reset_momentum and becomes_dense and "exp_avg" in states[i]:
-                    states[i]["exp_avg"].zero_()
+                if config.reset_momentum and becomes_dense:
+                    for key in FIRST_MOMENTS & states[i].keys():
+                        states[i][key].zero_()
             self.units.revive(change.name)
         return [found[i] for i in here]
 

@@ -56,10 +56,12 @@ def test_momentum_is_forgotten_where_a_dense_phase_begins(stage):
         assert all((momentum == 0) == (step in turns) for step, _, momentum in found)
 
 
-def momenta_of_matrices_that_become_dense_one_after_another(rank: int, world: int):
+def momenta_of_matrices_that_become_dense_one_after_another(rank: int, world: int, optimizer: str, key: str):
     """By layer and topology step: whether it becomes dense in it, whether it was before, its first moments' sum."""
     config = mst_config(1, world, steps=12, topology={"reset_momentum": True, "interval": 2})
     config["mst"]["sparsity"] = {"max": 0.8, "warmup": 2, "ultra": 2, "restore": 6, "stages": 3}
+    config["optimizer"] = {"type": optimizer, "params": {"lr": 1e-3, **OPTIMIZERS[optimizer][1]}}
+    config["zero_allow_untested_optimizer"] = True
     engine, *_ = mst_scale.initialize(model=toy(), config=config)
     found = []
     for step in range(12):
@@ -67,11 +69,20 @@ def momenta_of_matrices_that_become_dense_one_after_another(rank: int, world: in
         train(engine, rank, world, 1, first=step)
         for i, mask in enumerate(engine.mst.masks):
             if engine.mst.changed_at == step + 1 and mask.dense:
-                found.append((before[i], float(engine.mst.store.states(i)["exp_avg"].abs().sum())))
+                found.append((before[i], float(engine.mst.store.states(i)[key].abs().sum())))
     return found
 
 
-def test_a_matrix_that_was_dense_before_keeps_its_momentum():
-    for found in pool.run(momenta_of_matrices_that_become_dense_one_after_another, 1):
+OPTIMIZERS = {  # where each keeps its first moment, and its parameters
+    "AdamW": ("exp_avg", {}),
+    "SGD": ("momentum_buffer", {"momentum": 0.9}),
+    "RMSprop": ("momentum_buffer", {"momentum": 0.9}),
+}
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_a_matrix_that_was_dense_before_keeps_its_momentum(optimizer):
+    key, _ = OPTIMIZERS[optimizer]
+    for found in pool.run(momenta_of_matrices_that_become_dense_one_after_another, 1, optimizer, key):
         assert {was_dense for was_dense, _ in found} == {True, False}
         assert all((momentum > 0) == was_dense for was_dense, momentum in found)
