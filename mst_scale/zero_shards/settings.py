@@ -15,6 +15,7 @@ import torch
 from mst_scale.zero_shards.step import base_optimizer, place_scheduler
 
 PARAMS = "optimizer.params."
+RATES = {True: "muon_lr", False: "adam_lr"}  # by `use_muon` of a group of Muon, where the config has them
 OF_SCALE = ("loss_scaler", "dynamic_loss_scale", "loss_scale_config")  # the last one at stage 0
 OF_DYNAMIC_SCALE = {  # their attributes; stage 0 has no hysteresis, and names the least scale as the config does
     "fp16.loss_scale_window": ("scale_window",),
@@ -45,12 +46,14 @@ class Settings:
         names = {key.removeprefix(PARAMS) for key in changed if key.startswith(PARAMS)}
         for group, made in zip(base_optimizer(self.engine).param_groups, self.groups, strict=True):
             group.update({name: made[name] for name in names & made.keys() if name != "lr"})
-            if "lr" in names and scheduler is None and group["lr"] == before.get(f"{PARAMS}lr"):
+            own = RATES.get(group.get("use_muon"), "lr")
+            saved = before.get(f"{PARAMS}{own}", before.get(f"{PARAMS}lr"))
+            if names & {"lr", own} and scheduler is None and group["lr"] == saved:
                 group["lr"] = made["lr"]
         if "momentum" in names:
             self._start_momentum()
         if getattr(scheduler, "last_batch_iteration", -1) >= 0 and any(
-            key.startswith("scheduler.") or key == f"{PARAMS}lr" for key in changed
+            key.startswith("scheduler.") or key.removeprefix(PARAMS) in ("lr", *RATES.values()) for key in changed
         ):
             place_scheduler(self.engine, scheduler.state_dict())
         if "gradient_clipping" in changed and hasattr(optimizer, "clip_grad"):

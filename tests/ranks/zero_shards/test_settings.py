@@ -90,6 +90,36 @@ def test_what_a_loop_has_changed_is_kept(tmp_path):
     assert found == [[5e-3, 0.3, 1e-4]] * 3
 
 
+MUON = {"lr": 1e-2, "muon_lr": 2e-2, "adam_lr": 2e-3}
+OF_MUON = [  # changes, and the rates of both kinds of groups
+    ({"muon_lr": 5e-3, "adam_lr": 5e-4}, {True: 5e-3, False: 5e-4}),
+    ({"adam_lr": 5e-4}, {True: 2e-2, False: 5e-4}),
+    ({"lr": 3e-3}, {True: 2e-2, False: 2e-3}),
+]
+
+
+def rates_of_muon(rank, world, saved, changes, folder):
+    config = mst_config(1, world, method="rigl")
+    config["optimizer"] = {"type": "Muon", "params": saved}
+    engine, *_ = mst_scale.initialize(model=toy(), config=config)
+    train(engine, rank, world, 1)
+    engine.save_checkpoint(folder, tag="t")
+    config["optimizer"] = {"type": "Muon", "params": {**saved, **changes}}
+    resumed, *_ = mst_scale.initialize(model=toy(), config=config)
+    resumed.load_checkpoint(folder, tag="t")
+    return {group["use_muon"]: group["lr"] for group in zero_shards.base_optimizer(resumed).param_groups}
+
+
+@pytest.mark.parametrize(("changes", "wanted"), OF_MUON, ids=str)
+def test_both_kinds_of_groups_of_muon_take_their_rates(changes, wanted, tmp_path):
+    assert pool.run(rates_of_muon, 1, MUON, changes, str(tmp_path)) == [wanted]
+
+
+def test_a_rate_of_muon_that_the_config_gains_replaces_the_common_one(tmp_path):
+    found = pool.run(rates_of_muon, 1, {"lr": 1e-2}, {"muon_lr": 5e-3}, str(tmp_path))
+    assert found == [{True: 5e-3, False: 1e-2}]
+
+
 def scheduled(rank, world, folder):
     """The rate after a load, and that of the new schedule."""
     config = mst_config(1, world, method="rigl")
