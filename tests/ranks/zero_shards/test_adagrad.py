@@ -7,15 +7,17 @@ from mst_scale import zero_shards
 from tests.ranks.zero_shards.test_settings import all_of, groups
 from tests.support import pool
 from tests.support.toy_engine import mst_config, train
+from tests.support.toys import allow_fp16
 
 STEPS, SCHEDULER = 4, {"type": "WarmupLR", "params": {"warmup_num_steps": 3, "warmup_type": "linear"}}
 
 
-def trained(rank, world, zero, scheduled, folder):
+def trained(rank, world, zero, scheduled, folder, precision="fp32"):
     """The weights and rates of a run, and those of one that a save and a load interrupt, and the groups' decay."""
 
     def made():
-        config = mst_config(zero["stage"], world, method="rigl")
+        allow_fp16()
+        config = mst_config(zero["stage"], world, precision, method="rigl")
         config["optimizer"] = {"type": "Adagrad", "params": {"lr": 1e-2, "weight_decay": 0.4}}
         config["zero_optimization"] |= zero
         if scheduled:
@@ -47,3 +49,12 @@ def test_groups_are_those_of_stage_0(stage, scheduled, more, tmp_path):
         assert now == after == rates
         assert float((weights - oracle).abs().max()) < 1e-5
         assert float((weights - resumed).abs().max()) == 0
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_stage_0_in_half_precision_is_stage_1(precision, tmp_path):
+    """It starts with the same weights and empty sums, and its checkpoints resume."""
+    oracle, *_ = pool.run(trained, 1, {"stage": 1}, False, str(tmp_path / "1"), precision)[0]
+    weights, resumed, _, _, decays = pool.run(trained, 1, {"stage": 0}, False, str(tmp_path / "0"), precision)[0]
+    assert decays == [0.4, 0.4, 0.0]
+    assert float((weights - oracle).abs().max()) == float((weights - resumed).abs().max()) == 0
