@@ -23,7 +23,8 @@ powers        Adam's powers of its betas on a CPU, from the count of updates alo
 backward_passes rejects a backward pass that would replace the gradient of another one, and loads within a step
 unused_layers a gradient of zero for parameters that a step does not use, at stage 3 and with offload
 optimizer_checks an optimizer that DeepSpeed or torch would reject with a traceback
-adagrad       keeps Adagrad's parameter groups, which DeepSpeed drops at stages 1 to 3
+adagrad       keeps Adagrad's parameter groups, which DeepSpeed drops at stages 1 to 3, and only the states of masters
+padding       zeros after the end of a rank's parts of parameters at stage 3
 settings      settings of the optimizer that differ from those of a checkpoint
 same_optimizer rejects optimizer states that belong to other parameters or to another optimizer
 own_loop_state DeepSpeed's values and a loop's client_state apart; a scheduler that does not fit

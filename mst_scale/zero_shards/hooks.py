@@ -26,6 +26,7 @@ from mst_scale.zero_shards import (
     logical,
     muon,
     own_loop_state,
+    padding,
     powers,
     same_optimizer,
     saving,
@@ -135,6 +136,14 @@ HOOKS = (
         "0.19",
         lambda engine, _: powers.multiplies_powers(engine),
         lambda engine, _: powers.compute_powers(engine),
+    ),
+    Hook(
+        "padding",
+        "optimizer.fp32_partitioned_groups_flat",
+        "stage 3 leaves the padding of parts uninitialized, and Adafactor and Lamb take norms over it",
+        "0.19.8",
+        lambda engine, _: padding.has_padding(engine),
+        lambda engine, _: padding.zero_padding(engine),
     ),
     Hook(
         "parts of sequences",
