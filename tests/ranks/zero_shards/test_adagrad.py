@@ -12,14 +12,14 @@ from tests.support.toys import allow_fp16
 STEPS, SCHEDULER = 4, {"type": "WarmupLR", "params": {"warmup_num_steps": 3, "warmup_type": "linear"}}
 
 
-def trained(rank, world, zero, scheduled, folder, precision="fp32"):
+def trained(rank, world, zero, scheduled, folder):
     """The weights and rates of a run, and those of one that a save and a load interrupt, and the groups' decay."""
 
     def made():
         allow_fp16()
-        config = mst_config(zero["stage"], world, precision, method="rigl")
+        config = mst_config(zero["stage"], world, zero.get("precision", "fp32"), method="rigl")
         config["optimizer"] = {"type": "Adagrad", "params": {"lr": 1e-2, "weight_decay": 0.4}}
-        config["zero_optimization"] |= zero
+        config["zero_optimization"] |= {key: value for key, value in zero.items() if key != "precision"}
         if scheduled:
             config["scheduler"] = SCHEDULER
         model, parameters = groups()
@@ -54,7 +54,8 @@ def test_groups_are_those_of_stage_0(stage, scheduled, more, tmp_path):
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_stage_0_in_half_precision_is_stage_1(precision, tmp_path):
     """It starts with the same weights and empty sums, and its checkpoints resume."""
-    oracle, *_ = pool.run(trained, 1, {"stage": 1}, False, str(tmp_path / "1"), precision)[0]
-    weights, resumed, _, _, decays = pool.run(trained, 1, {"stage": 0}, False, str(tmp_path / "0"), precision)[0]
+    layouts = [{"stage": stage, "precision": precision} for stage in (1, 0)]
+    oracle, *_ = pool.run(trained, 1, layouts[0], False, str(tmp_path / "1"))[0]
+    weights, resumed, _, _, decays = pool.run(trained, 1, layouts[1], False, str(tmp_path / "0"))[0]
     assert decays == [0.4, 0.4, 0.0]
     assert float((weights - oracle).abs().max()) == float((weights - resumed).abs().max()) == 0

@@ -50,17 +50,20 @@ def by_hand(world):
     parts = [-(-p.numel() // world) for p in model.parameters()]
 
     def vectors(tensors):
-        padded = [torch.nn.functional.pad(t.flatten(), (0, n * world - t.numel())) for t, n in zip(tensors, parts)]
-        return [torch.cat([t[r * n : (r + 1) * n] for t, n in zip(padded, parts)]) for r in range(world)]
+        padded = [
+            torch.nn.functional.pad(t.flatten(), (0, n * world - t.numel()))
+            for t, n in zip(tensors, parts, strict=True)
+        ]
+        return [torch.cat([t[r * n : (r + 1) * n] for t, n in zip(padded, parts, strict=True)]) for r in range(world)]
 
     masters = [v.clone() for v in vectors([p.detach() for p in model.parameters()])]
     optimizers = [torch.optim.Adafactor([v], **ADAFACTOR["params"]) for v in masters]
     for step in range(STEPS):
         model.zero_grad()
         sum(model(*toy_batch(step, rank)) for rank in range(world)).div(world).backward()
-        for v, gradient, optimizer in zip(masters, vectors([p.grad for p in model.parameters()]), optimizers):
-            v.grad = gradient
-            optimizer.step()
+        for rank, gradient in enumerate(vectors([p.grad for p in model.parameters()])):
+            masters[rank].grad = gradient
+            optimizers[rank].step()
         split = [v.split(parts) for v in masters]
         for i, parameter in enumerate(model.parameters()):
             whole = torch.cat([of_rank[i] for of_rank in split])[: parameter.numel()]
