@@ -121,7 +121,7 @@ def put_states(engine: Any, source: Source, only_weights: bool = False) -> None:
         found, step = source.ranges(name, parameter), source.step(name)
         state = optimizer.state[owner]
         if step is not None and not only_weights:
-            state["step"] = step.clone() if torch.is_tensor(step) else step
+            state["step"] = _count_for(owner, step, [*optimizer.param_groups, *source.groups])
         for key, read in found.items():
             if only_weights and key != FP32:
                 continue
@@ -139,6 +139,18 @@ def put_states(engine: Any, source: Source, only_weights: bool = False) -> None:
     own = dict(engine.module.named_buffers())
     for name, value in source.buffers.items():
         own[name].copy_(value)
+
+
+def _count_for(owner: torch.Tensor, step: Any, groups: list[dict[str, Any]]) -> Any:
+    """Return a copy of a count of updates where the optimizer reads it.
+
+    As in torch's load_state_dict, a tensor is on the device of the weights for a fused or capturable Adam.
+    """
+    if not torch.is_tensor(step):
+        return step
+    if any(group.get("fused") or group.get("capturable") for group in groups):
+        return step.to(owner.device, torch.float32, copy=True)
+    return step.clone()
 
 
 def stamp(parameter: Any) -> tuple[int, ...]:
