@@ -27,6 +27,8 @@ FP32 = "fp32"
 """The master weights, among what an optimizer keeps of a parameter."""
 OF_WRAPPER = ("loss_scaler", "dynamic_loss_scale", "overflow")
 """What DeepSpeed's optimizers keep of the loss scale."""
+OF_SCALE = ("cur_scale", "cur_iter", "last_overflow_iter")
+"""The numbers of a dynamic loss scale, which stage 0 keeps in another object than the other stages."""
 
 ReadRange = Callable[[int, int], torch.Tensor]
 """Returns a range [start, end) of what a parameter stores, flat."""
@@ -38,7 +40,7 @@ class Source(Protocol):
     groups: list[dict[str, Any]]
     """The settings of the optimizer's parameter groups, without parameters."""
     wrapper: dict[str, Any]
-    """Values of `OF_WRAPPER`."""
+    """Values of `OF_WRAPPER`, and of a dynamic loss scale those of `OF_SCALE`."""
     buffers: Mapping[str, torch.Tensor]
 
     def step(self, name: str) -> Any:
@@ -131,9 +133,8 @@ def put_states(engine: Any, source: Source, only_weights: bool = False) -> None:
                 kept = shards.weight(i) if key == FP32 else shards.states(i)[key]
                 kept.copy_(read(part.start, part.stop))
         put_reads(engine, parameter, found[FP32])
-    for key, value in () if only_weights else source.wrapper.items():
-        if hasattr(engine.optimizer, key):
-            setattr(engine.optimizer, key, value)
+    if not only_weights:
+        _put_scale(engine.optimizer, source.wrapper)
     for group, settings in () if only_weights else zip(optimizer.param_groups, source.groups, strict=True):
         group.update(settings)
     own = dict(engine.module.named_buffers())
@@ -151,6 +152,17 @@ def _count_for(owner: torch.Tensor, step: Any, groups: list[dict[str, Any]]) -> 
     if any(group.get("fused") or group.get("capturable") for group in groups):
         return step.to(owner.device, torch.float32, copy=True)
     return step.clone()
+
+
+def _put_scale(optimizer: Any, wrapper: dict[str, Any]) -> None:
+    """Write what a wrapper has kept of the loss scale; a dynamic one continues at any stage."""
+    for key, value in wrapper.items():
+        if hasattr(optimizer, key):
+            setattr(optimizer, key, value)
+    scale = getattr(optimizer, "loss_scale_config", None) or getattr(optimizer, "loss_scaler", None)
+    if getattr(scale, "last_overflow_iter", None) is not None:  # a constant one has none
+        for key in wrapper.keys() & OF_SCALE:
+            setattr(scale, key, wrapper[key])
 
 
 def stamp(parameter: Any) -> tuple[int, ...]:

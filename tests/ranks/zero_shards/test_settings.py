@@ -1,12 +1,14 @@
 """Settings of the optimizer that a resumed run changes: each step is that of an optimizer with the new ones."""
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
 
 import mst_scale
 from mst_scale import zero_shards
+from mst_scale.checkpoints.reshape import reshape
 from tests.support import pool
 from tests.support.toy_engine import STAGES, mst_config, train
 from tests.support.toys import allow_fp16, toy
@@ -197,6 +199,27 @@ def test_a_dynamic_loss_scale_follows_changed_settings(stage, changes, tmp_path)
     ((before, resumed, new),) = pool.run(dynamic_scales, 1, stage, changes, str(tmp_path))
     assert resumed == new or changes == {"hysteresis": 1}  # a new run would have halved at the first overflow
     assert (resumed == before) == (stage == 0 and "hysteresis" in changes)
+
+
+def moved_scales(rank, world, stages, folder):
+    """Scales of the steps after a save: of the run at one stage that goes on, and of one that loads it at another."""
+    allow_fp16()
+    fp16 = {"initial_scale_power": 8, "loss_scale_window": 3, "hysteresis": 1}
+    configs = [mst_config(stage, world, "fp16", method="rigl", fp16=fp16) for stage in stages]
+    saved, moved = (mst_scale.initialize(model=toy(), config=config)[0] for config in configs)
+    train(saved, rank, world, 1)
+    follow(saved, [1, 1, 0, 0])
+    saved.save_checkpoint(folder, tag="t")
+    reshape(Path(folder) / "t")
+    moved.load_checkpoint(folder, tag="t")
+    return [follow(each, [0, 0, 0, 1, 0, 0]) for each in (saved, moved)]
+
+
+@pytest.mark.parametrize("stages", [(0, 2), (3, 0), (1, 0), (2, 3), (0, 0)], ids=str)
+def test_a_dynamic_loss_scale_continues_at_another_stage(stages, tmp_path):
+    ((saved, moved),) = pool.run(moved_scales, 1, stages, str(tmp_path))
+    assert saved == moved
+    assert min(saved) < 256 and len(set(saved)) > 1
 
 
 def momenta(rank, world, stage, kind, folder):
