@@ -27,7 +27,7 @@ FP32 = "fp32"
 """The master weights, among what an optimizer keeps of a parameter."""
 OF_WRAPPER = ("loss_scaler", "dynamic_loss_scale", "overflow")
 """What DeepSpeed's optimizers keep of the loss scale."""
-OF_SCALE = ("cur_scale", "cur_iter", "last_overflow_iter")
+SCALE_NUMBERS = ("cur_scale", "cur_iter", "last_overflow_iter")
 """The numbers of a dynamic loss scale, which stage 0 keeps in another object than the other stages."""
 
 ReadRange = Callable[[int, int], torch.Tensor]
@@ -40,7 +40,7 @@ class Source(Protocol):
     groups: list[dict[str, Any]]
     """The settings of the optimizer's parameter groups, without parameters."""
     wrapper: dict[str, Any]
-    """Values of `OF_WRAPPER`, and of a dynamic loss scale those of `OF_SCALE`."""
+    """Values of `OF_WRAPPER`, and of a dynamic loss scale those of `SCALE_NUMBERS`."""
     buffers: Mapping[str, torch.Tensor]
 
     def step(self, name: str) -> Any:
@@ -155,14 +155,23 @@ def _count_for(owner: torch.Tensor, step: Any, groups: list[dict[str, Any]]) -> 
 
 
 def _put_scale(optimizer: Any, wrapper: dict[str, Any]) -> None:
-    """Write what a wrapper has kept of the loss scale; a dynamic one continues at any stage."""
-    for key, value in wrapper.items():
-        if hasattr(optimizer, key):
-            setattr(optimizer, key, value)
-    scale = getattr(optimizer, "loss_scale_config", None) or getattr(optimizer, "loss_scaler", None)
-    if getattr(scale, "last_overflow_iter", None) is not None:  # a constant one has none
-        for key in wrapper.keys() & OF_SCALE:
-            setattr(scale, key, wrapper[key])
+    """Write what a wrapper has kept of the loss scale, unless one is dynamic and the other constant."""
+    own = _scale_of(optimizer)
+    if _is_dynamic(wrapper.get("loss_scaler", own)) == _is_dynamic(own):
+        for key, value in wrapper.items():
+            if hasattr(optimizer, key):
+                setattr(optimizer, key, value)
+    if _is_dynamic(own):
+        for key in wrapper.keys() & SCALE_NUMBERS:
+            setattr(_scale_of(optimizer), key, wrapper[key])
+
+
+def _scale_of(optimizer: Any) -> Any:
+    return getattr(optimizer, "loss_scale_config", None) or getattr(optimizer, "loss_scaler", None)
+
+
+def _is_dynamic(scale: Any) -> bool:
+    return getattr(scale, "last_overflow_iter", None) is not None
 
 
 def stamp(parameter: Any) -> tuple[int, ...]:

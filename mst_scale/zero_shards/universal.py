@@ -22,7 +22,7 @@ import torch
 from mst_scale.errors import UserError
 from mst_scale.zero_shards import safe_load
 from mst_scale.zero_shards.logical import LAYOUT
-from mst_scale.zero_shards.put_weights import FP32, OF_SCALE, OF_WRAPPER, ReadRange, read_stored
+from mst_scale.zero_shards.put_weights import FP32, OF_WRAPPER, SCALE_NUMBERS, ReadRange, read_stored
 from mst_scale.zero_shards.saving import saved_classes
 from mst_scale.zero_shards.weight_files import base_state, maps_kept, model_files, opened, states_of
 
@@ -79,7 +79,7 @@ def _common_state(source: Path, state: dict[str, Any]) -> dict[str, Any]:
     else:
         wrapper = state["optimizer"] or {}
         inner, dynamic = base_state(wrapper), wrapper.get("dynamic_loss_scale")
-        common = {key: wrapper[key] for key in OF_SCALE} if dynamic else {}
+        common = {key: wrapper[key] for key in SCALE_NUMBERS} if dynamic else {}
     kept = inner.get("state", {}) if isinstance(inner, dict) else {}
     steps = [found["step"] for found in kept.values() if "step" in found]
     if not steps or any(found.keys() - {"step", *STATES} for found in kept.values()):
@@ -165,10 +165,10 @@ class UniversalCheckpoint:
         common = safe_load.load(folder / "zero" / "optimizer_state.pt", saved_classes())
         groups = common["param_groups"] if "param_groups" in common else common["optimizer_state_dict"]["param_groups"]
         self.groups = [{key: value for key, value in group.items() if key != "params"} for group in groups]
-        self.wrapper = {key: common[key] for key in (*OF_WRAPPER, *OF_SCALE) if key in common}
+        self.wrapper = {key: common[key] for key in (*OF_WRAPPER, *SCALE_NUMBERS) if key in common}
         scaler = self.wrapper.get("loss_scaler")  # of stages 1 to 3
         if getattr(scaler, "dynamic", False):
-            self.wrapper |= {key: getattr(scaler, key) for key in OF_SCALE}
+            self.wrapper |= {key: getattr(scaler, key) for key in SCALE_NUMBERS}
         self._step = _step(folder / "zero", common)
         self._states = states_of(folder, STATES)
 

@@ -222,6 +222,30 @@ def test_a_dynamic_loss_scale_continues_at_another_stage(stages, tmp_path):
     assert min(saved) < 256 and len(set(saved)) > 1
 
 
+def moved_to_another_precision(rank, world, precisions, folder):
+    """The loss scales of a new run and of one that loads a checkpoint of another precision, and whether it trains."""
+    allow_fp16()
+    configs = [mst_config(s, world, p, method="rigl") for s, p in zip((1, 3), precisions, strict=True)]
+    saved, moved = (mst_scale.initialize(model=toy(), config=config)[0] for config in configs)
+    train(saved, rank, world, 2)
+    saved.save_checkpoint(folder, tag="t")
+    reshape(Path(folder) / "t")
+    new = follow(moved, [1, 0, 0]) if moved.fp16_enabled() else []
+    moved, *_ = mst_scale.initialize(model=toy(), config=configs[1])
+    moved.load_checkpoint(folder, tag="t")
+    found = follow(moved, [1, 0, 0]) if moved.fp16_enabled() else []
+    losses = train(moved, rank, world, 2, first=2)
+    return new, found, zero_shards.loss_scale(moved), losses
+
+
+@pytest.mark.parametrize("precisions", [("bf16", "fp16"), ("fp16", "bf16")], ids=str)
+def test_a_run_that_changes_its_precision_has_the_loss_scale_of_the_new_one(precisions, tmp_path):
+    ((new, found, scale, losses),) = pool.run(moved_to_another_precision, 1, precisions, str(tmp_path))
+    assert found == new
+    assert (scale > 1) == (precisions[1] == "fp16")
+    assert all(0 < loss < 10 for loss in losses)
+
+
 def momenta(rank, world, stage, kind, folder):
     """Weights of a run that trains without momentum, with it, without and with it again, by hand and by its config."""
 
