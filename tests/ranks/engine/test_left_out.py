@@ -63,7 +63,7 @@ def test_an_unused_layer_has_a_gradient_of_zero_at_every_stage(accumulation, mor
     """DeepSpeed's stage 3 would use that of an earlier step."""
     at, masks, values = pool.run(with_skipped_layers, 2, 2, accumulation, {})[0]
     assert at == 6
-    for stage in (1, 2, 3):
+    for stage in STAGES:
         found = pool.run(with_skipped_layers, 2, stage, accumulation, more)[0]
         assert found[:2] == (at, masks), f"stage {stage}"
         torch.testing.assert_close(found[2], values, rtol=1e-5, atol=1e-6)
