@@ -16,6 +16,7 @@ from deepspeed.runtime.zero.utils import ZERO_SUPPORTED_OPTIMIZERS
 
 from mst_scale.comm import one_line
 from mst_scale.errors import UserError, format_value, suggestion
+from mst_scale.zero_shards.step import on_cpu
 
 # Parameters that DeepSpeed removes before it constructs an Adam.
 ADAM_OPTIONS = ("torch_adam", "adam_w_mode", "fp32_optimizer_states")
@@ -41,6 +42,7 @@ def check_configured_optimizer(config: Mapping[str, Any]) -> None:
             raise UserError(f"optimizer.type = {name} needs the package mup: pip install mup")
         return
     cls, options = _class_of(name, params, config)
+    _check_offload(name, cls, config)
     known = [*options, *(_keywords(cls) if cls is not None else ())]
     for key in params:
         if key not in known:
@@ -60,6 +62,16 @@ def check_configured_optimizer(config: Mapping[str, Any]) -> None:
             cls([torch.nn.Parameter(torch.zeros(1))], **{k: v for k, v in params.items() if k not in options})
         except Exception as error:  # each optimizer rejects wrong values in its own way
             raise UserError(f"optimizer.params are not valid for {name}: {one_line(error)}") from None
+
+
+def _check_offload(name: str, cls: Any, config: Mapping[str, Any]) -> None:
+    """Check that weights are on the CPU if DeepSpeed takes its optimizer for the CPU."""
+    made_for_cpu = cls is None or cls.__name__.startswith("DeepSpeedCPU")  # of Muon, its Adam is
+    if made_for_cpu and _offloads(config) and not _stage(config) and not on_cpu():
+        raise UserError(
+            f"zero_optimization.offload_optimizer: at stage 0, optimizer.type = {name} would run on the CPU, and the "
+            "weights are not there: set the stage to 1, or remove offload_optimizer"
+        )
 
 
 def _check_kernels(name: str, cls: type) -> None:
@@ -100,8 +112,8 @@ def _checking(construct: Callable[..., Any], config: Mapping[str, Any]) -> Calla
 def _check_own(optimizer: Any, config: Mapping[str, Any]) -> None:
     name = f"the optimizer {type(optimizer).__name__}"
     ops = deepspeed.ops
-    on_cpu = isinstance(optimizer, ops.adam.DeepSpeedCPUAdam | ops.lion.DeepSpeedCPULion)
-    if _offloads(config) and not on_cpu and config.get("zero_force_ds_cpu_optimizer", True):
+    for_cpu = isinstance(optimizer, ops.adam.DeepSpeedCPUAdam | ops.lion.DeepSpeedCPULion)
+    if _offloads(config) and not for_cpu and config.get("zero_force_ds_cpu_optimizer", True):
         raise UserError(
             f"{name} is not made for offload_optimizer: set optimizer in the config instead of passing one, pass "
             "DeepSpeedCPUAdam, or set zero_force_ds_cpu_optimizer to false"
@@ -111,7 +123,7 @@ def _check_own(optimizer: Any, config: Mapping[str, Any]) -> None:
 
 
 def _check_allowed(name: str, config: Mapping[str, Any]) -> None:
-    if dict(config.get("zero_optimization") or {}).get("stage", 0) and not config.get(ALLOW):
+    if _stage(config) and not config.get(ALLOW):
         raise UserError(f"{name} is not one that DeepSpeed has tested with ZeRO: set {ALLOW} to true, or choose AdamW")
 
 
@@ -139,6 +151,10 @@ def _class_of(name: str, params: Mapping[str, Any], config: Mapping[str, Any]) -
 
 def _keywords(cls: type) -> list[str]:
     return [name for name in inspect.signature(cls).parameters if name not in ("params", "model_params")]
+
+
+def _stage(config: Mapping[str, Any]) -> Any:
+    return dict(config.get("zero_optimization") or {}).get("stage", 0)
 
 
 def _offloads(config: Mapping[str, Any]) -> bool:

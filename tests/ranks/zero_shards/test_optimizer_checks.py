@@ -5,7 +5,7 @@ import torch
 
 import mst_scale
 from mst_scale.errors import UserError
-from mst_scale.zero_shards import check_configured_optimizer
+from mst_scale.zero_shards import check_configured_optimizer, optimizer_checks
 from tests.support import pool
 from tests.support.toy_engine import mst_config
 from tests.support.toys import toy
@@ -61,6 +61,19 @@ def test_a_wrong_optimizer_is_one_line(config, message):
 )
 def test_a_right_optimizer_passes(config):
     check_configured_optimizer(config)
+
+
+@pytest.mark.parametrize("kind", ["AdamW", "Lion", "Adagrad", "Muon"])
+def test_weights_on_an_accelerator_are_not_for_an_optimizer_on_the_cpu(kind, monkeypatch):
+    """DeepSpeed's optimizers for the CPU assert in the first step that weights are there, which stage 0 does not do."""
+    offload = {"zero_optimization": {"stage": 0, "offload_optimizer": {"device": "cpu"}}}
+    sharded = {"zero_optimization": {**offload["zero_optimization"], "stage": 1}, **ALLOWED}
+    check_configured_optimizer(config_of(kind, zero=offload))
+    monkeypatch.setattr(optimizer_checks, "on_cpu", lambda: False)
+    with pytest.raises(UserError, match="set the stage to 1, or remove offload_optimizer"):
+        check_configured_optimizer(config_of(kind, zero=offload))
+    check_configured_optimizer(config_of(kind, zero=sharded))
+    check_configured_optimizer(config_of("SGD", zero=offload))
 
 
 def own_optimizers(rank, world, method):
