@@ -58,8 +58,8 @@ def test_a_run_resumes_bit_for_bit(stage, tmp_path):
 
 def amsgrad(rank, world, folder):
     """Weights of an AMSGrad run, and of one that resumes after `make_dense` has seen its checkpoint."""
-    config = constant_config(2, world, "auto", policy="rigl")
-    config["optimizer"]["params"] |= {"amsgrad": True}
+    optimizer = {"type": "AdamW", "params": {"torch_adam": True, "amsgrad": True}}
+    config = constant_config(2, world, "auto", policy="rigl", optimizer=optimizer)
     whole, resumed = started(config), started(config)
     train(whole, rank, world, FIRST)
     whole.save_checkpoint(folder, tag="half")
