@@ -156,8 +156,8 @@ def seeds(rank, world, stage):
     controller, found = engine.mst, {}
     start = controller.topology._start_grown
 
-    def spied(i, change, gradient, mean_square):
-        start(i, change, gradient, mean_square)
+    def spied(i, change, gradient, **more):
+        start(i, change, gradient, **more)
         grown = change.grown_indices()
         usual = gradient[grown].square().clamp(min=change.gradient_mean_square)
         found[change.name] = (controller.store.states(i)["exp_avg_sq"][grown] / usual).tolist()
@@ -188,14 +188,14 @@ def living_means(rank, world, stage, granularity, at_random):
     controller.compute.layers.dense_gradients = lambda wanted: (asked.append(wanted), ask(wanted))
     before = {mask.name: (mask.flags(), mask.active) for mask in controller.masks}
 
-    def spied(i, change, gradient, mean_square):
-        start(i, change, gradient, mean_square)
+    def spied(i, change, gradient, usual, **more):
+        start(i, change, gradient, usual=usual, **more)
         factor = zero_shards.clip_factor(engine) ** 2 * controller.store.second_moment_share(i)
         starts = (controller.store.states(i)["exp_avg_sq"][change.grown_indices()] / factor).tolist()
-        assert starts == pytest.approx([mean_square] * len(starts), rel=1e-5)
+        assert starts == pytest.approx([usual] * len(starts), rel=1e-5)
         lived, active = before[change.name]
         assert bool(gradient[~lived].any()) == (at_random < 1 and bool((~lived).any())), "growth alone reads the others"
-        mean_squares = {mean_square} if starts else set()
+        mean_squares = {usual} if starts else set()
         found[change.name] = (mean_squares, float(gradient[lived].double().square().sum()), active)
 
     controller.topology._start_grown = spied
