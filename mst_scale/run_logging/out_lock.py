@@ -75,7 +75,7 @@ class OutLock:
         Raises:
             UserError: if a rank does not find the lock; every rank would save its files on its own machine.
         """
-        # an own token that is not found is that of a file which cannot be written, or a disk that is full
+        # the first rank does not find its own token either if the file cannot be written, or the disk is full
         token = ranks.on_first(lambda: self.token if self.file is not None and self.token in self._line() else "")
         ranks.agree(lambda: self._find(token))
 

@@ -54,7 +54,7 @@ def test_a_branch_is_the_run_that_was_planned_so(tmp_path, method):
 
 
 def test_a_branch_that_starts_again_is_the_same_although_its_trunk_has_gone_on(tmp_path):
-    """Killed after two steps, it has saved none of them."""
+    """Its first start ends where it branches off, with a checkpoint of that step."""
     trunk, out = tmp_path / "trunk", tmp_path / "branch"
     assert run(tmp_path, "trunk", "--stop-at", "6") == (0, "")
     command = ["--branch-decay-from", str(trunk), "--steps", "14"]
