@@ -99,7 +99,7 @@ def _distinct(plan: Plan, jobs: Iterable[Job]) -> list[Job]:
 
 @dataclass(frozen=True)
 class Outcome:
-    """A cell's finished runs at its rate, by seed; `edge` if that rate is the lowest or highest of the grid."""
+    """A cell's finished runs at its rate, by seed; `edge` if that rate is the lowest or highest that has run."""
 
     cell: Cell
     rate: float
@@ -138,7 +138,8 @@ def _outcome(plan: Plan, cell: Cell, rows: Mapping[str, Row], data: str) -> Outc
     rate = min(losses, key=lambda r: losses[r])
     runs = {seed: rows.get(job(plan, cell, rate, seed, data).digest) for seed in plan.seeds_of(cell)}
     finished = {seed: row for seed, row in runs.items() if row is not None and row["status"] == FINISHED}
-    edge = len(rates) > 1 and rate in (min(rates), max(rates))
+    has_run = [each for each, loss in tried.items() if loss is not None]
+    edge = len(rates) > 1 and rate in (min(has_run), max(has_run))
     return Outcome(cell, rate, finished, edge, _method(plan, cell, finished), plan.accounting)
 
 

@@ -8,13 +8,15 @@ tokens per parameter. The law is fitted to 17 settings (bytes of English, 0.12 t
 parameter). `python -m mst_scale.benchmarks.studies.gain_law` fits it again and writes gain-law.md, and
 tests/unit/benchmarks/test_gain_law.py compares its result with the constants here.
 
-Nothing is extrapolated: outside of the settings that were measured there is no number.
+Nothing is extrapolated: outside of the convex hull of the measured settings, on logarithmic axes of parameters and
+tokens per parameter, there is no number.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any, Literal
 
 from mst_scale.config import RECIPES, Experiment, resolve
@@ -24,10 +26,9 @@ from mst_scale.units import format_count
 
 CONSTANT, OF_SIZE, OF_LENGTH, OF_LENGTH_SQUARED = 0.4085, -0.2900, -0.1218, -0.0749  # a, b, c, e
 FACTOR = 1.178  # a run lies between M / FACTOR and M · FACTOR with a probability of 95 %
-PARAMETERS = (122_944, 1_554_608)
-TOKENS_PER_PARAMETER = (6.0, 400.0)
-LARGEST = 1.45e13  # parameters · tokens of the largest run
-SLACK = 1.1  # beyond these ends by which the law is still used
+# Corners of the hull: parameters and tokens per parameter, counterclockwise.
+CORNERS = ((122_944, 20.0), (429_416, 6.0), (1_554_608, 6.0), (122_944, 400.0))
+SLACK = 1.1  # the law is still used at points outside of the hull by this factor
 MEASURED = ("mst-best", "mst-lean")
 PAGE = "docs/does-it-work.md"
 _SMALL = "at 0.12 M parameters, it beats dense models of as many nonzeros at 100 tokens per parameter, not at 20"
@@ -54,16 +55,22 @@ class Gain:
 
 def law(parameters: float, tokens_per_parameter: float) -> Gain | None:
     """Return the multiplier that the law expects; None beyond what has been measured."""
-    measured = (
-        PARAMETERS[0] / SLACK <= parameters <= SLACK * PARAMETERS[1]
-        and TOKENS_PER_PARAMETER[0] / SLACK <= tokens_per_parameter <= SLACK * TOKENS_PER_PARAMETER[1]
-        and parameters**2 * tokens_per_parameter <= SLACK * LARGEST
-    )
-    if not measured:
+    if not _is_measured(parameters, tokens_per_parameter):
         return None
     size, length = math.log(parameters / 1e5), math.log(tokens_per_parameter / 20)
     value = math.exp(CONSTANT + OF_SIZE * size + OF_LENGTH * length + OF_LENGTH_SQUARED * length**2)
     return Gain(value, value / FACTOR, value * FACTOR)
+
+
+def _is_measured(parameters: float, tokens_per_parameter: float) -> bool:
+    """Whether a point lies in the hull of the settings or close to it."""
+    x, y = math.log(parameters), math.log(tokens_per_parameter)
+    corners = [(math.log(size), math.log(length)) for size, length in CORNERS]
+    for (x0, y0), (x1, y1) in pairwise([*corners, corners[0]]):
+        dx, dy = x1 - x0, y1 - y0
+        if ((x - x0) * dy - (y - y0) * dx) / math.hypot(dx, dy) > math.log(SLACK):  # distance to the right of the edge
+            return False
+    return True
 
 
 def recipe_of(experiment: Experiment) -> str | None:
@@ -151,8 +158,11 @@ def _tokens_per_parameter(experiment: Experiment, sequences: int) -> float:
 
 
 def _measured() -> str:
-    (small, large), (short, long) = map(format_count, PARAMETERS), TOKENS_PER_PARAMETER
-    return f"{small} to {large} parameters, {short:g} to {long:g} tokens per parameter"
+    lengths: dict[int, list[str]] = {}
+    for size, length in sorted(CORNERS):
+        lengths.setdefault(size, []).append(f"{length:g}")
+    *others, last = [f"{format_count(size)} parameters at {' to '.join(its)}" for size, its in lengths.items()]
+    return f"between {', '.join(others)} and {last} tokens per parameter"
 
 
 # --- which recipe fits a goal ---

@@ -9,6 +9,7 @@ import pytest
 from mst_scale.benchmarks.studies import gain_law, overview
 from mst_scale.benchmarks.studies.overview import Setting
 from mst_scale.benchmarks.studies.plan import FOLDER
+from scipy.spatial import ConvexHull
 
 from mst_scale.flops.frontier import Multiplier
 from mst_scale.plan import expected_gain
@@ -26,11 +27,10 @@ def test_the_constants_are_those_of_the_records(settings):
     names = ("CONSTANT", "OF_SIZE", "OF_LENGTH", "OF_LENGTH_SQUARED")
     assert [getattr(expected_gain, name) for name in names] == pytest.approx(law.coefficients, abs=5e-5), "four digits"
     assert pytest.approx(law.factor, abs=5e-4) == expected_gain.FACTOR
-    sizes, lengths = [one.weights for one in points], [one.tokens_per_weight for one in points]
-    assert (min(sizes), max(sizes)) == expected_gain.PARAMETERS
-    assert pytest.approx((min(lengths), max(lengths)), rel=1e-3) == expected_gain.TOKENS_PER_PARAMETER
-    largest = max(one.weights * one.tokens for one in points)
-    assert pytest.approx(largest, rel=1e-3) == expected_gain.LARGEST
+    measured = np.array([(one.weights, one.tokens_per_weight) for one in points])
+    corners = measured[ConvexHull(np.log(measured)).vertices]  # counterclockwise
+    first = np.lexsort((corners[:, 1], corners[:, 0]))[0]
+    assert np.roll(corners, -first, axis=0) == pytest.approx(np.array(expected_gain.CORNERS), rel=1e-3)
     assert {one.recipe for one in points} == set(expected_gain.MEASURED)
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from mst_scale.cli import main
 from mst_scale.config import load
-from mst_scale.plan.expected_gain import SLACK, Goal, advise, expect, law, recipe_of
+from mst_scale.plan.expected_gain import CORNERS, SLACK, Goal, advise, expect, law, recipe_of
 
 SMALL = {
     "train_batch_size": 16,
@@ -28,12 +28,14 @@ def test_the_law_at_a_setting():
 
 
 @pytest.mark.parametrize(
-    ("parameters", "length"), [(124e6, 20), (122_944, 0.5), (122_944, 4_000), (5_000, 20), (1_500_000, 100)]
+    ("parameters", "length"),
+    [(124e6, 20), (122_944, 0.5), (122_944, 4_000), (5_000, 20), (1_500_000, 100), (122_944, 6), (219_736, 6)],
 )
 def test_nothing_is_extrapolated(parameters, length):
-    """The last one is between the measured sizes and lengths, but three times as expensive as any run."""
+    """The last three are between the measured sizes and lengths, but outside of the hull of the settings."""
     assert law(parameters, length) is None
-    assert law(122_944 / SLACK, 6) and law(122_944, 400)
+    assert law(122_944 / SLACK**1.1, 30) is None and law(122_944 / SLACK**0.9, 30) and law(122_944, 19)
+    assert all(law(*corner) for corner in CORNERS) and law(429_416, 20) and law(219_736, 14)
 
 
 @pytest.mark.parametrize("recipe", ["paper", "mst-wsd", "mst-best", "mst-lean", "mst-small", "mst-channels"])
