@@ -24,6 +24,8 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
+from mst_scale import tensor_files
+
 ALIGNMENT = 64  # bytes; copies are faster from and to whole cache lines
 SUPPORTED = hasattr(os, "memfd_create")
 
@@ -134,14 +136,11 @@ def save_tensors(tensors: dict[str, Tensor], path: Path, metadata: dict[str, str
     Raises:
         OSError: if the disk is full or fails; it names the file.
     """
-    try:
-        if (taken := current()) is not None:
-            taken.put(path, safetensors.torch.save(tensors, metadata=metadata))
-            return
+    if (taken := current()) is not None:
+        taken.put(path, safetensors.torch.save(tensors, metadata=metadata))
+    else:
         path.parent.mkdir(parents=True, exist_ok=True)
-        safetensors.torch.save_file(tensors, path, metadata=metadata)
-    except (OSError, safetensors.SafetensorError) as error:
-        raise OSError(f"cannot write {path}: {error}") from None
+        tensor_files.save(tensors, path, metadata)
 
 
 def write(files: list[CapturedFile], fd: int, folder: Path) -> list[str]:

@@ -60,14 +60,14 @@ def save(tensors: dict[str, torch.Tensor], path: Path, metadata: dict[str, str])
     """Write tensors to a file.
 
     Raises:
-        OSError: if that fails.
+        OSError: if the disk is full or fails; it names the file.
     """
     try:
         save_file(tensors, path, metadata)
-    except SafetensorError as error:  # also of a full disk
+        mask = os.umask(0)
+        os.umask(mask)
+        path.chmod(0o666 & ~mask)  # the library creates files that only their owner can read
+        with path.open("rb") as file:
+            os.fsync(file.fileno())
+    except (OSError, SafetensorError) as error:  # the library's error may be a full disk
         raise OSError(f"cannot write {path}: {error}") from None
-    mask = os.umask(0)
-    os.umask(mask)
-    path.chmod(0o666 & ~mask)  # the library creates files that only their owner can read
-    with path.open("rb") as file:
-        os.fsync(file.fileno())

@@ -1,5 +1,7 @@
 """Masks in files: any cut comes back as any other, and what is missing, altered or foreign is refused by name."""
 
+import os
+import stat
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -156,6 +158,15 @@ def test_stage_0_writes_one_file(tmp_path):
         state.writes = writes
         mask_files.save(tmp_path, state, STEP, UNITS)
     assert [path.name for path in (tmp_path / "mst").iterdir()] == ["rank_00000.safetensors"]
+
+
+def test_others_may_read_the_files(tmp_path):
+    before = os.umask(0o022)
+    try:
+        save(tmp_path, whole(1), even(1))
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE(mask_files.file_of(tmp_path, 0).stat().st_mode) == 0o644
 
 
 # --- what is refused ---
