@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from mst_scale import zero_shards
-from tests.support import layouts
+from tests.support import engines, layouts
 
 BATCH, MICRO, LENGTH, VOCAB = 4, 2, 8, 48
 LLAMA = {
@@ -112,16 +112,8 @@ def tokens(step: int, micro_batch: int) -> torch.Tensor:
 
 def step(cut: Cut, engine: Any, number: int) -> float:
     """One optimizer step on the batch of this number; the mean loss, the same on every rank."""
-    mine = range(dist.get_rank() // cut.tensor, BATCH // MICRO, cut.data)
-    loss = torch.zeros(())
-    for k in mine:
-        ids = tokens(number, k)
-        micro = engine(input_ids=ids, labels=ids).loss
-        engine.backward(micro)
-        engine.step()
-        loss += micro.detach().float() / len(mine)
-    dist.all_reduce(loss)
-    return float(loss) / dist.get_world_size()
+    mine = [tokens(number, k) for k in range(dist.get_rank() // cut.tensor, BATCH // MICRO, cut.data)]
+    return engines.step(engine, [{"input_ids": ids, "labels": ids} for ids in mine])
 
 
 DEAD = {"mlp": [1, 13, 23], "value": [0, 5]}  # units of the first layer: in each slice some

@@ -10,7 +10,7 @@ import torch.distributed as dist
 import mst_scale
 from mst_scale import zero_shards
 from mst_scale.zero_shards import step as ds_step
-from tests.support import cut_models
+from tests.support import cut_models, engines
 from tests.support.compact_pairs import constant_config
 from tests.support.layouts import Layout, whole_masks
 
@@ -44,19 +44,8 @@ def started(layout: Layout, raw: dict[str, Any], prepare: Any = None, **changes:
 
 def step(mesh: Any, engine: Any, number: int) -> float:
     """Take an optimizer step; return the mean loss, which is the same on every rank."""
-    count = int(engine.gradient_accumulation_steps())
-    mine = range(mesh.replica, count * mesh.data, mesh.data)
-    batches = [cut_models.tokens_and_targets(number, k, engine.module.config) for k in mine]
-    if mesh.sizes.pipeline > 1:
-        return float(engine.train_batch(iter(batches)))
-    loss = torch.zeros(())
-    for batch in batches:
-        micro = engine(*batch)
-        engine.backward(micro)
-        engine.step()
-        loss += micro.detach() / count
-    dist.all_reduce(loss)
-    return float(loss) / dist.get_world_size()
+    mine = range(mesh.replica, engine.gradient_accumulation_steps() * mesh.data, mesh.data)
+    return engines.step(engine, [cut_models.tokens_and_targets(number, k, engine.module.config) for k in mine])
 
 
 def looked_at(engine: Any) -> dict[str, Any]:

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from mst_scale.config import ModelConfig
+from tests.support import engines
 from tests.support.pool import run
 
 TINY = ModelConfig(n_layer=3, n_head=4, n_embd=16, seq_length=8, vocab_size=50, bias=True)
@@ -65,31 +66,16 @@ class Training:
 
 def trained(rank: int, world: int, sizes: dict[str, int], how: Training) -> tuple[list[float], list[float]]:
     """(losses, gradient norms) of the steps, the same on every rank."""
-    import torch.distributed as dist
-
     import mst_scale
     from mst_scale import zero_shards
 
     mesh, model = built(sizes, how.stage, **how.model)
-    pipelined = mesh.sizes.pipeline > 1
-    engine: Any = mst_scale.initialize(
-        model=model, config=settings(how.stage, **how.deepspeed), **({} if pipelined else {"mpu": mesh})
-    )[0]
+    given = {} if mesh.sizes.pipeline > 1 else {"mpu": mesh}
+    engine: Any = mst_scale.initialize(model=model, config=settings(how.stage, **how.deepspeed), **given)[0]
     losses, norms = [], []
     for step in range(how.steps):
         mine = range(mesh.replica, BATCH // MICRO, mesh.data)
-        if pipelined:
-            loss = engine.train_batch(iter([tokens_and_targets(step, k) for k in mine]))
-        else:
-            loss = torch.zeros(())
-            for k in mine:
-                micro = engine(*tokens_and_targets(step, k))
-                engine.backward(micro)
-                engine.step()
-                loss += micro.detach() / len(mine)
-            dist.all_reduce(loss, group=mesh.data_group)
-            loss /= mesh.data
-        losses.append(float(loss))
+        losses.append(engines.step(engine, [tokens_and_targets(step, k) for k in mine]))
         norms.append(zero_shards.grad_norm(engine))
     engine.destroy()
     return losses, norms

@@ -8,6 +8,7 @@ from mst_scale.config import load
 from mst_scale.config.blocks import ModelConfig
 from mst_scale.mixed_growing.distribution import active_counts
 from mst_scale.models.gpt import GPT
+from tests.support import engines
 from tests.support.toys import deepspeed_config
 
 SHAPE = {"n_layer": 1, "n_head": 2, "n_embd": 32, "seq_length": 16, "vocab_size": 64}
@@ -38,14 +39,9 @@ def batch(step: int, rank: int, world: int):
 def advance(engine, rank: int, world: int, first: int, last: int) -> list[float]:
     losses = []
     for step in range(first, last):
-        total, parts = torch.zeros(()), engine.gradient_accumulation_steps()
-        for part in range(parts):
-            loss = engine(*batch(step, rank * parts + part, world * parts))
-            engine.backward(loss)
-            engine.step()
-            total += loss.detach().float() / parts
-        torch.distributed.all_reduce(total)
-        losses.append(float(total) / world)
+        parts = engine.gradient_accumulation_steps()
+        mine = range(rank * parts, (rank + 1) * parts)
+        losses.append(engines.step(engine, [batch(step, part, world * parts) for part in mine]))
     return losses
 
 

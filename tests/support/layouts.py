@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from mst_scale.mixed_growing.masks import assemble, sha256
 from mst_scale.randomness import counter_hash
-from tests.support import cut_models
+from tests.support import cut_models, engines
 from tests.support.pool import run
 
 
@@ -79,17 +79,9 @@ def step(mesh: Any, engine: Any, number: int) -> float:
     """One optimizer step on the batch of this number; the mean loss, the same on every rank."""
     mine = range(mesh.replica, cut_models.BATCH // cut_models.MICRO, mesh.data)
     batches = [cut_models.tokens_and_targets(number, k, engine.module.config) for k in mine]
-    if mesh.sizes.pipeline > 1:
-        return float(engine.train_batch(iter(batches)))
-    loss = torch.zeros(())
-    for batch in batches:
-        length = batch[0].shape[1] // mesh.sizes.sequence
-        micro = engine(*(part[:, mesh.part * length : (mesh.part + 1) * length].contiguous() for part in batch))
-        engine.backward(micro)
-        engine.step()
-        loss += micro.detach() / len(batches)
-    dist.all_reduce(loss)
-    return float(loss) / dist.get_world_size()
+    length = batches[0][0].shape[1] // mesh.sizes.sequence
+    part = slice(mesh.part * length, (mesh.part + 1) * length)
+    return engines.step(engine, [tuple(whole[:, part].contiguous() for whole in batch) for batch in batches])
 
 
 def whole_masks(engine: Any) -> dict[str, str]:
