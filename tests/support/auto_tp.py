@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +12,7 @@ import torch.distributed as dist
 
 from mst_scale import zero_shards
 from tests.support import engines, layouts
+from tests.support.engines import masters
 
 BATCH, MICRO, LENGTH, VOCAB = 4, 2, 8, 48
 LLAMA = {
@@ -139,25 +139,6 @@ def kill_units(engine: Any) -> None:
         kept = ~torch.isin(line, torch.tensor(chosen))
         shards.weight(i).mul_(kept)
         shards.zero_read(i, kept)
-
-
-def masters(engine: Any) -> dict[str, torch.Tensor]:
-    """The whole master weights and moments of every sparse parameter, flat."""
-    shards, found = engine.mst.store, {}
-    for i, shard in enumerate(shards.slices):
-        parts = {"weight": shards.weight(i), **shards.states(i)}
-        mine = {
-            key: (shard.logical(torch.arange(shard.length)), value.detach().clone()) for key, value in parts.items()
-        }
-        everyone: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(everyone, mine)
-        for key in sorted({key for one in everyone for key in one}):
-            whole = torch.full((shard.numel,), math.nan)
-            for where, values in (one[key] for one in everyone if key in one):
-                whole[where] = values.float()
-            assert not whole.isnan().any()
-            found[f"{shard.name} {key}"] = whole
-    return found
 
 
 def trained(rank: int, world: int, cut: Cut, recipe: Recipe, kills: bool = False) -> dict[str, Any]:

@@ -9,8 +9,8 @@ import torch
 
 import mst_scale
 from mst_scale import zero_shards
-from mst_scale.mixed_growing.masks import assemble, sha256
 from mst_scale.zero_shards import step as ds_step
+from tests.support.engines import whole_state
 from tests.support.toy_engine import mst_config, train
 from tests.support.toys import toy
 
@@ -37,26 +37,6 @@ def started(config: dict[str, Any], model: torch.nn.Module | None = None) -> Any
     return engine
 
 
-def looked_at(engine: Any, world: int) -> dict[str, Any]:
-    """Masks (digests), master weights and optimizer states, whole."""
-    store, found = engine.mst.store, {}
-    gathered: list[Any] = [None] * world
-    torch.distributed.all_gather_object(gathered, engine.mst.masks.stored())
-    ranks = gathered if zero_shards.groups_of(engine).zero is not None else gathered[:1]
-    for i, part in enumerate(store.slices):
-        found[f"{part.name} mask"] = sha256(assemble([shards[part.name] for shards in ranks], part.name))
-        states = store.states(i)
-        if isinstance(store, zero_shards.CompactStore) and i in store.indexes:
-            states = {key: store.expanded([(i, value)])[0] for key, value in states.items()}
-        for key, value in {"weight": store.weight(i), **states}.items():
-            whole = torch.zeros(part.numel)
-            whole[part.start : part.start + part.length] = value.float()
-            if store.group is not None:
-                torch.distributed.all_reduce(whole)
-            found[f"{part.name} {key}"] = whole
-    return found
-
-
 def course(rank: int, world: int, config: dict[str, Any], steps: int, accumulation: int = 1) -> list[dict[str, Any]]:
     """What holds after every step."""
     return course_of(started(config), rank, world, steps, accumulation)
@@ -68,7 +48,7 @@ def course_of(engine: Any, rank: int, world: int, steps: int, accumulation: int 
     for k in range(steps):
         losses = train(engine, rank, world, 1, accumulation=accumulation, first=k)
         norm = zero_shards.grad_norm(engine)
-        found.append({**looked_at(engine, world), "losses": losses, "norm": norm, "moved": engine.mst.changed_at})
+        found.append({**whole_state(engine), "losses": losses, "norm": norm, "moved": engine.mst.changed_at})
     return found
 
 

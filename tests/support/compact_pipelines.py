@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-import torch.distributed as dist
-
 import mst_scale
 from mst_scale import zero_shards
 from mst_scale.zero_shards import step as ds_step
 from tests.support import cut_models, engines
 from tests.support.compact_pairs import constant_config
-from tests.support.layouts import Layout, whole_masks
+from tests.support.engines import whole_state
+from tests.support.layouts import Layout
 
 MODEL = {"seq_length": 8, "vocab_size": 61, "n_embd": 24}  # two blocks on the first stage, one on the last
 
@@ -48,27 +46,6 @@ def step(mesh: Any, engine: Any, number: int) -> float:
     return engines.step(engine, [cut_models.tokens_and_targets(number, k, engine.module.config) for k in mine])
 
 
-def looked_at(engine: Any) -> dict[str, Any]:
-    """Masks (digests), master weights and optimizer states, whole; a tied matrix is the same on its stages."""
-    store, mine = engine.mst.store, []
-    for i, part in enumerate(store.slices):
-        states = store.states(i)
-        if isinstance(store, zero_shards.CompactStore) and i in store.indexes:
-            states = {key: store.expanded([(i, value)])[0] for key, value in states.items()}
-        for key, value in {"weight": store.weight(i), **states}.items():
-            mine.append((f"{part.name} {key}", part.numel, part.start, value.float().clone()))
-    ranks: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(ranks, mine)
-    found: dict[str, Any] = {f"{name} mask": digest for name, digest in whole_masks(engine).items()}
-    for key, numel, start, values in (entry for of_rank in ranks for entry in of_rank):
-        whole = found.setdefault(key, torch.full((numel,), torch.nan))
-        here = whole[start : start + len(values)]
-        known = ~here.isnan()
-        assert torch.equal(here[known], values[known]), f"{key} differs between ranks"
-        here.copy_(values)
-    return found
-
-
 def course(  # noqa: PLR0917
     rank: int, world: int, layout: Layout, raw: dict[str, Any], steps: int, changes: dict[str, Any], prepare: Any = None
 ) -> list[dict[str, Any]]:
@@ -78,7 +55,7 @@ def course(  # noqa: PLR0917
     for number in range(steps):
         loss = step(mesh, engine, number)
         now = {"losses": [loss], "norm": zero_shards.grad_norm(engine), "moved": engine.mst.changed_at}
-        found.append({**looked_at(engine), **now})
+        found.append({**whole_state(engine), **now})
     stored = [index.name for index in zero_shards.indexes_of(engine.module)]
     found.append({"stored": sorted(stored), "dead": sorted(engine.mst.dead_units())})
     engine.destroy()

@@ -12,7 +12,7 @@ import mst_scale
 from mst_scale.comm import Mesh, ParallelDims
 from mst_scale.config.blocks import ModelConfig
 from mst_scale.models.gpt import GPT
-from tests.support.toy_engine import shas
+from tests.support.engines import whole_masks
 from tests.support.toys import deepspeed_config
 
 SHAPE: dict[str, Any] = {"n_layer": 1, "n_head": 4, "n_embd": 32, "seq_length": 32, "vocab_size": 64}
@@ -69,7 +69,7 @@ def model(**changes: Any) -> GPT:
 
 def train(  # noqa: PLR0917  (what the pool hands on)
     rank: int, world: int, sequence: int, stage: int, precision: str, steps: int, recompute: bool, more: dict[str, Any]
-) -> tuple[list[float], list[list[str]], list[float]]:
+) -> tuple[list[float], list[dict[str, str]], list[float]]:
     """Losses, the masks' digests after each change, and the norm of each gradient."""
     with mesh_of(sequence) as mesh:
         engine, *_ = mst_scale.initialize(
@@ -83,5 +83,5 @@ def train(  # noqa: PLR0917  (what the pool hands on)
             losses.append(float(loss.detach()))
             norms.append(float(engine.get_global_grad_norm() or 0.0))
             if engine.mst.changed_at == step + 1:
-                digests.append(shas(engine, world))
+                digests.append(whole_masks(engine))
         return losses, digests, norms

@@ -12,11 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
-from mst_scale.mixed_growing.masks import assemble, sha256
 from mst_scale.randomness import counter_hash
 from tests.support import cut_models, engines
+from tests.support.engines import whole_masks
 from tests.support.pool import run
 
 
@@ -82,14 +81,6 @@ def step(mesh: Any, engine: Any, number: int) -> float:
     length = batches[0][0].shape[1] // mesh.sizes.sequence
     part = slice(mesh.part * length, (mesh.part + 1) * length)
     return engines.step(engine, [tuple(whole[:, part].contiguous() for whole in batch) for batch in batches])
-
-
-def whole_masks(engine: Any) -> dict[str, str]:
-    """SHA-256 of every mask of the model, from what all ranks would store."""
-    stored: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(stored, engine.mst.masks.stored() if engine.mst.state.writes else {})
-    names = dict.fromkeys(name for shards in stored for name in shards)
-    return {name: sha256(assemble([s[name] for s in stored if name in s], name)) for name in names}
 
 
 def give_gradients(engine: Any, seed: int = 9) -> None:

@@ -8,7 +8,7 @@ import torch
 
 from mst_scale import zero_shards
 from mst_scale.mixed_growing.distribution import active_counts
-from mst_scale.mixed_growing.masks import assemble, sha256
+from tests.support.engines import whole_masks
 from tests.support.toys import deepspeed_config, toy_batch
 
 STAGES = [0, 1, 2, 3]
@@ -38,14 +38,6 @@ def train(engine, rank, world, steps, *, accumulation=1, first=0):
     return losses
 
 
-def shas(engine, world) -> list[str]:
-    """sha256 of each whole mask, from the shards of all ranks."""
-    gathered = [None] * world
-    torch.distributed.all_gather_object(gathered, engine.mst.masks.stored())
-    ranks = gathered if zero_shards.groups_of(engine).zero is not None else gathered[:1]
-    return [sha256(assemble([shards[name] for shards in ranks], name)) for name in engine.mst.masks.names]
-
-
 def full(engine, tensor, i, world) -> torch.Tensor:
     """A flat parameter-sized tensor out of every rank's slice."""
     s = engine.mst.store.slices[i]
@@ -63,7 +55,7 @@ def read_by_forward(engine, i, world) -> torch.Tensor:
     return parameter.data.detach().float().flatten().clone()
 
 
-def watched(engine, rank, world, steps, accumulation=1) -> tuple[list[str], list[list[str]]]:
+def watched(engine, rank, world, steps, accumulation=1) -> tuple[list[str], list[dict[str, str]]]:
     """What is not exact after each of these steps, and the digests of the masks after each topology step."""
     controller, faults, history = engine.mst, [], []
     dense_moments = "momentum" in controller.topology.policy.reads
@@ -88,7 +80,7 @@ def watched(engine, rank, world, steps, accumulation=1) -> tuple[list[str], list
             if not read_by_forward(engine, i, world).eq(0)[~full(engine, active, i, world).bool()].all():
                 faults.append(f"{where}: the forward reads an inactive weight that is not 0")
         if controller.changed_at == step + 1:
-            history.append(shas(engine, world))
+            history.append(whole_masks(engine))
             counts = active_counts(
                 list(controller.topology.shapes.values()),
                 controller.schedule.at(step + 1).sparsity,

@@ -20,8 +20,9 @@ from mst_scale.models import GPT, build
 from mst_scale.shard import Cut, Shard
 from tests.ranks.dead_units.test_live import CONTEXT, VOCAB, advance, batch
 from tests.support import layouts, pool
+from tests.support.engines import whole_masks
 from tests.support.layouts import Layout, Recipe
-from tests.support.toy_engine import full, shas
+from tests.support.toy_engine import full
 from tests.support.toys import deepspeed_config
 
 pytestmark = pytest.mark.full
@@ -136,7 +137,7 @@ def standing(rank, world, stage):
     for step in range(STEPS):
         advance(engine, rank, step, step + 1)
         weights = [full(engine, mst.store.weight(i), i, world).numpy().tobytes() for i in range(len(mst.masks))]
-        found.append((shas(engine, world), weights, mst.sparsity, mst.dead_units()))
+        found.append((whole_masks(engine), weights, mst.sparsity, mst.dead_units()))
         with torch.no_grad():
             losses.append(float(engine(*batch(99, 0))))
     return found, losses
@@ -207,7 +208,7 @@ def save_and_go_on(rank, world, folder):
     advance(other, rank, 7, STEPS)
     one, two = engine.mst.store, other.mst.store
     same = all(torch.equal(one.weight(i), two.weight(i)) for i in range(len(one.slices)))
-    return shas(engine, world) == shas(other, world), same
+    return whole_masks(engine) == whole_masks(other), same
 
 
 def test_a_checkpoint_continues_with_the_same_channels(tmp_path):

@@ -12,7 +12,8 @@ from mst_scale import zero_shards
 from mst_scale.checkpoints.mask_report import inspect
 from mst_scale.config import METHODS
 from tests.support import pool
-from tests.support.toy_engine import OFFLOAD, STAGES, mst_config, read_by_forward, shas, train, watched
+from tests.support.engines import whole_masks
+from tests.support.toy_engine import OFFLOAD, STAGES, mst_config, read_by_forward, train, watched
 from tests.support.toys import allow_fp16, deepspeed_config, toy
 
 # --- the same masks everywhere ---
@@ -27,7 +28,7 @@ def masks_over_time(rank, world, config, accumulation, folder):
     for step in range(END):
         train(engine, rank, world, 1, accumulation=accumulation, first=step)
         if engine.mst.changed_at == step + 1:
-            history.append((step + 1, shas(engine, world), [m.active for m in engine.mst.masks]))
+            history.append((step + 1, whole_masks(engine), [m.active for m in engine.mst.masks]))
         if step + 1 in (LATE, END):
             engine.save_checkpoint(folder, tag=f"step{step + 1}")
     return history
@@ -63,8 +64,8 @@ def test_training_gives_the_same_masks_on_any_stage_and_number_of_ranks(tmp_path
 def test_the_masks_of_training_move_and_are_those_of_the_report(on_one_rank):
     history, (late, end) = on_one_rank
     assert len(history) >= 10
-    assert len({digests[0] for _, digests, _ in history}) > 5, "the topology really moves"
-    assert [layer.sha256 for layer in late] == next(digests for step, digests, _ in history if step == LATE)
+    assert len({next(iter(digests.values())) for _, digests, _ in history}) > 5, "the topology really moves"
+    assert {layer.name: layer.sha256 for layer in late} == next(masks for step, masks, _ in history if step == LATE)
     assert all(layer.density < 0.5 for layer in late) and all(layer.density == 1 for layer in end)
 
 
@@ -89,7 +90,7 @@ def masks_from_given_scores(rank, world, stage, granularity="element", sparsity=
     for step in range(34):
         train(engine, rank, world, 1, first=step)
         if controller.changed_at == step + 1:
-            history.append(shas(engine, world))
+            history.append(whole_masks(engine))
     return history
 
 
@@ -176,9 +177,9 @@ def start(rank, world, stage, precision, initial):
         float(r.abs().sum() / whole[m.name].topk(m.active)[0].sum())
         for r, m in zip(reads, engine.mst.masks, strict=True)
     ]
-    digest = shas(engine, world)
+    digest = whole_masks(engine)
     train(engine, rank, world, 3)
-    return counts, expected, kept, digest, shas(engine, world), engine.mst.sparsity
+    return counts, expected, kept, digest, whole_masks(engine), engine.mst.sparsity
 
 
 @pytest.mark.parametrize("initial", ["random", "magnitude"])

@@ -9,7 +9,8 @@ from mst_scale.errors import UserError
 from tests.support import pool
 from tests.support.cut_sequences import config as sequence_config
 from tests.support.cut_sequences import model as sequence_model
-from tests.support.toy_engine import OFFLOAD, STAGES, full, mst_config, shas, train
+from tests.support.engines import whole_masks
+from tests.support.toy_engine import OFFLOAD, STAGES, full, mst_config, train
 from tests.support.toys import Toy, deepspeed_config, toy, toy_batch
 
 
@@ -39,7 +40,7 @@ def state_of(engine, world):
         squares = store.values.states(i)["exp_avg_sq"] if zero_shards.is_compact(engine.module) else None
         squares = store.states(i)["exp_avg_sq"] if squares is None else store.expanded([(i, squares)])[0]
         found += [full(engine, store.weight(i), i, world), full(engine, squares, i, world)]
-    return shas(engine, world), torch.cat(found)
+    return whole_masks(engine), torch.cat(found)
 
 
 def with_skipped_layers(rank, world, stage, accumulation, more):
@@ -172,13 +173,13 @@ def after_a_mesh(rank, world):
     mst_scale.initialize(model=sequence_model(), mpu=mesh, config=sequence_config(0, mesh, "fp32", 30))
     engine, *_ = mst_scale.initialize(model=toy(), config=rigl(1, world))
     train(engine, rank, world, 3)
-    return shas(engine, world), engine.train_batch_size()
+    return whole_masks(engine), engine.train_batch_size()
 
 
 def without_a_mesh(rank, world):
     engine, *_ = mst_scale.initialize(model=toy(), config=rigl(1, world))
     train(engine, rank, world, 3)
-    return shas(engine, world), engine.train_batch_size()
+    return whole_masks(engine), engine.train_batch_size()
 
 
 def test_an_engine_has_no_mesh_of_an_earlier_one():

@@ -13,8 +13,9 @@ from mst_scale.errors import UserError
 from mst_scale.zero_shards import loss_scale
 from tests.ranks.engine.test_own_models import hugging_face
 from tests.support import pool
+from tests.support.engines import whole_masks
 from tests.support.messages import logged
-from tests.support.toy_engine import STAGES, mst_config, shas, train
+from tests.support.toy_engine import STAGES, mst_config, train
 from tests.support.toys import allow_fp16, deepspeed_config, toy
 
 
@@ -146,7 +147,7 @@ def masks_by_mest(rank, world, stage, power):
     history = []
     for step in range(7):
         train(engine, rank, world, 1, first=step)
-        history.append(shas(engine, world))
+        history.append(whole_masks(engine))
     assert loss_scale(engine) == 2.0**power, "no overflow came between"
     return history
 

@@ -9,7 +9,8 @@ import mst_scale
 from mst_scale import zero_shards
 from mst_scale.errors import UserError
 from tests.support import pool
-from tests.support.compact_pairs import constant_config, looked_at, started
+from tests.support.compact_pairs import constant_config, started
+from tests.support.engines import whole_state
 from tests.support.messages import logged
 from tests.support.toy_engine import mst_config, train
 from tests.support.toys import toy, toy_batch
@@ -87,7 +88,7 @@ def dropped(rank, world, compact, step_of_rank):
         used = [i for i in range(3) if i != left_out]
         engine.backward(engine(torch.randn(4, 16, generator=generator), used))
         engine.step()
-    found = looked_at(engine, world)
+    found = whole_state(engine)
     return {key: value if isinstance(value, str) else value.clone() for key, value in found.items()}
 
 
@@ -149,7 +150,7 @@ def with_other_passes(rank, world, stage, others):
             torch.autograd.grad(engine.module(*toy_batch(step, rank)), list(engine.module.parameters())[-1])
         engine.backward(loss)
         engine.step()
-    return looked_at(engine, world)
+    return whole_state(engine)
 
 
 def test_passes_that_are_not_the_engines_do_not_count():

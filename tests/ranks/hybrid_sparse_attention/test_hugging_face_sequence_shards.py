@@ -12,7 +12,7 @@ import mst_scale
 from mst_scale.hybrid_sparse_attention import Pattern, SequenceShard, attach
 from mst_scale.hybrid_sparse_attention.hugging_face import NAME
 from tests.support import pool
-from tests.support.toy_engine import shas
+from tests.support.engines import whole_masks
 from tests.support.toys import deepspeed_config
 
 LENGTH, STEPS, SPARSE = 32, 12, Pattern("strided", 4)
@@ -119,7 +119,7 @@ def train(rank: int, world: int, stage: int) -> tuple[list[float], list[float], 
             losses.append(float(loss.detach()))
             norms.append(float(engine.get_global_grad_norm()))
             if engine.mst.changed_at == engine.mst.step:
-                masks.append(shas(engine, world))
+                masks.append(whole_masks(engine))
         return losses, norms, masks, engine.mst.attended
     finally:
         forget(NAME)

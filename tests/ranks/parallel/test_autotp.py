@@ -14,8 +14,8 @@ import torch.distributed as dist
 import mst_scale
 from mst_scale.checkpoints.reshape import reshape
 from tests.support import auto_tp
-from tests.support.auto_tp import Cut, Recipe, config, forget_groups, llama, masters, started, step
-from tests.support.layouts import whole_masks
+from tests.support.auto_tp import Cut, Recipe, config, forget_groups, llama, started, step
+from tests.support.engines import masters, whole_masks
 from tests.support.pool import run
 
 pytestmark = pytest.mark.full

@@ -12,7 +12,8 @@ from torch import nn
 from mst_scale.checkpoints import finding
 from mst_scale.checkpoints.reshape import reshape
 from mst_scale.zero_shards.weight_files import weights_of
-from tests.support.layouts import Layout, Recipe, config, give_gradients, whole_masks
+from tests.support.engines import whole_masks
+from tests.support.layouts import Layout, Recipe, config, give_gradients
 from tests.support.pool import run
 
 WIDTH, STEPS = 12, 6

@@ -5,7 +5,8 @@ import torch
 
 import mst_scale
 from tests.support import pool
-from tests.support.toy_engine import OFFLOAD, mst_config, shas, train
+from tests.support.engines import whole_masks
+from tests.support.toy_engine import OFFLOAD, mst_config, train
 from tests.support.toys import allow_fp16, toy
 
 SAVED, STEPS = 8, 20  # topology steps at 9, 12, 15 and 18 follow the resumption
@@ -29,14 +30,14 @@ def undisturbed_and_resumed(rank, world, case, folder):
     train(engine, rank, world, SAVED)
     engine.save_checkpoint(folder)
     losses = train(engine, rank, world, STEPS - SAVED, first=SAVED)
-    first = losses, shas(engine, world), engine.mst.state.digests, everything(engine, world)
+    first = losses, whole_masks(engine), engine.mst.state.digests, everything(engine, world)
 
     engine, *_ = mst_scale.initialize(model=toy(), config=config)
     train(engine, rank, world, 2, first=500)  # what it holds before is overwritten
     path, _ = engine.load_checkpoint(folder)
     assert path is not None and engine.mst.step == SAVED
     losses = train(engine, rank, world, STEPS - SAVED, first=SAVED)
-    second = losses, shas(engine, world), engine.mst.state.digests, everything(engine, world)
+    second = losses, whole_masks(engine), engine.mst.state.digests, everything(engine, world)
     pairs = zip(first[3], second[3], strict=True)
     apart = max((float((a - b).abs().max()) for a, b in pairs if a.numel()), default=0.0)  # a rank may hold nothing
     return first[:3], second[:3], apart, len(first[3])

@@ -8,7 +8,8 @@ from mst_scale.config.blocks import ModelConfig
 from mst_scale.models.gpt import GPT
 from mst_scale.sparse_linear import layers
 from tests.support import pool
-from tests.support.toy_engine import full, shas
+from tests.support.engines import whole_masks
+from tests.support.toy_engine import full
 from tests.support.toys import deepspeed_config
 
 STEPS = 13
@@ -55,7 +56,7 @@ def losses_and_masks(rank, world, raw, accumulation, recompute=False):
             total += float(loss.detach())
         losses.append(total / accumulation)
         indexed = max(indexed, sum(p.index is not None for p in engine.mst.compute.layers.products.values()))
-    return losses, shas(engine, world), indexed
+    return losses, whole_masks(engine), indexed
 
 
 def mean_over_ranks(results):
@@ -200,7 +201,7 @@ def same_gradients_same_masks(rank, world, stage):
         for step in range(STEPS):
             engine.backward(engine(*tokens(step, rank)))
             engine.step()
-        found.append(shas(engine, world))
+        found.append(whole_masks(engine))
     return found
 
 

@@ -13,7 +13,8 @@ from mst_scale.engine.compaction import make_compact
 from mst_scale.models import build
 from mst_scale.plan.setting import held, setting_of
 from tests.support import pool
-from tests.support.compact_pairs import constant_config, course, course_of, differences, looked_at, started
+from tests.support.compact_pairs import constant_config, course, course_of, differences, started
+from tests.support.engines import whole_state
 from tests.support.toy_engine import train
 from tests.support.toys import allow_fp16, toy_batch
 
@@ -159,7 +160,7 @@ def with_an_overflow(rank, world, stage, kind):
         loss = engine(*toy_batch(step, rank))
         engine.backward(loss * float("inf") if step == 2 and rank == 0 else loss)
         engine.step()
-        found.append({**looked_at(engine, world), "moved": engine.mst.changed_at})
+        found.append({**whole_state(engine), "moved": engine.mst.changed_at})
     return found
 
 
@@ -174,7 +175,7 @@ def with_a_hidden_overflow(rank, world, stage):
     """A gradient that is not finite where no weight is active, and on one rank alone."""
     engine = started(constant_config(stage, world, "auto", policy="rigl"))
     train(engine, rank, world, 2)
-    store, before = engine.mst.store, looked_at(engine, world)
+    store, before = engine.mst.store, whole_state(engine)
     reduced = store.reduced
 
     def damaged(i, gradient):
@@ -185,7 +186,7 @@ def with_a_hidden_overflow(rank, world, stage):
 
     store.reduced = damaged
     train(engine, rank, world, 1, first=2)
-    skipped = differences([looked_at(engine, world)], [before])
+    skipped = differences([whole_state(engine)], [before])
     store.reduced = reduced
     train(engine, rank, world, 1, first=3)
     return skipped, engine.mst.changed_at

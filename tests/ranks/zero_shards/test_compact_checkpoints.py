@@ -23,7 +23,8 @@ from mst_scale.models import GPT
 from mst_scale.zero_shards.universal import STATES
 from mst_scale.zero_shards.weight_files import states_of, weights_of
 from tests.support import pool
-from tests.support.compact_pairs import constant_config, differences, looked_at, started
+from tests.support.compact_pairs import constant_config, differences, started
+from tests.support.engines import whole_state
 from tests.support.toy_engine import train
 from tests.support.toys import toy_batch
 
@@ -34,19 +35,19 @@ def saved(rank, world, stage, kind, folder):
     engine = started(constant_config(stage, world, kind, policy="rigl"))
     train(engine, rank, world, FIRST)
     engine.save_checkpoint(folder, tag="half")
-    return {**looked_at(engine, world), **continued(engine, rank, world)}
+    return {**whole_state(engine), **continued(engine, rank, world)}
 
 
 def continued(engine, rank, world):
     losses = train(engine, rank, world, MORE, first=FIRST)
-    return {**{f"later {key}": value for key, value in looked_at(engine, world).items()}, "losses": losses}
+    return {**{f"later {key}": value for key, value in whole_state(engine).items()}, "losses": losses}
 
 
 def resumed(rank, world, stage, kind, folder):
     engine = started(constant_config(stage, world, kind, policy="rigl"))
     train(engine, rank, world, 4)  # over other masks
     engine.load_checkpoint(folder, tag="half")
-    return {**looked_at(engine, world), **continued(engine, rank, world)}
+    return {**whole_state(engine), **continued(engine, rank, world)}
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
@@ -119,10 +120,10 @@ def test_a_checkpoint_of_the_other_storage_is_rejected_with_what_to_do(kind, oth
 
 def loads_another_count(rank, world, folder):
     engine = started(constant_config(2, world, "auto", sparsity=0.7))
-    before = looked_at(engine, world)
+    before = whole_state(engine)
     with pytest.raises(ValueError, match="active weights in the checkpoint"):
         engine.load_checkpoint(folder, tag="half")
-    assert differences([looked_at(engine, world)], [before]) == []
+    assert differences([whole_state(engine)], [before]) == []
     return True
 
 
@@ -134,7 +135,7 @@ def test_a_mask_with_another_number_of_weights_is_rejected(tmp_path):
 def warm(rank, world, kind, folder, weights_only):
     engine = started(constant_config(2, world, kind, policy="rigl"))
     mst_scale.warm_start(engine, Path(folder) / "half", weights_only=weights_only)
-    found = looked_at(engine, world)
+    found = whole_state(engine)
     return {**{key: value for key, value in found.items() if "exp_avg" not in key}, "step": engine.global_steps}
 
 
@@ -157,11 +158,11 @@ def state_dicts(rank, world, stage):
         generator = torch.Generator().manual_seed(7)
         new = {name: torch.randn(value.shape, generator=generator) for name, value in matrices(engine).items()}
         mst_scale.load_weights(engine, new)
-        found[kind] = [looked_at(engine, world)]
+        found[kind] = [whole_state(engine)]
         if stage < 3:
             found[kind].append({name: value.clone() for name, value in engine.module.state_dict().items()})
         train(engine, rank, world, 3, first=4)
-        found[kind].append(looked_at(engine, world))
+        found[kind].append(whole_state(engine))
     return differences(found["auto"], found["off"])
 
 
@@ -180,7 +181,7 @@ def consolidated(rank, world, folder):
     engine = started(constant_config(3, world, "auto", policy="rigl", **extra))
     train(engine, rank, world, 4)
     engine.save_16bit_model(folder, "weights.pt")
-    return looked_at(engine, world)
+    return whole_state(engine)
 
 
 def test_consolidated_weights_of_stage_3_are_matrices(tmp_path):
@@ -198,7 +199,7 @@ def load_state_dict(rank, world):
         state = {name: torch.full_like(value, 0.5) for name, value in engine.module.state_dict().items()}
         engine.module.load_state_dict(state)
         train(engine, rank, world, 3, first=4)
-        found[kind] = [looked_at(engine, world)]
+        found[kind] = [whole_state(engine)]
     return differences(found["auto"], found["off"])
 
 

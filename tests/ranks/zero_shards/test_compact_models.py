@@ -18,7 +18,8 @@ from mst_scale.errors import UserError
 from mst_scale.models import GPT
 from mst_scale.plan.setting import setting_of
 from tests.support import cut_sequences, pool
-from tests.support.compact_pairs import constant_config, differences, looked_at, started
+from tests.support.compact_pairs import constant_config, differences, started
+from tests.support.engines import whole_state
 from tests.support.integrated import digests
 from tests.support.toy_engine import train
 from tests.support.toys import toy, toy_batch
@@ -43,7 +44,7 @@ def compiled_course(rank, world, kind):
         engine.step()
         losses.append(loss.item())
     assert engine.mst.changed_at > 3, "growth has read dense gradients"
-    return losses, looked_at(engine, world), counters["stats"]["unique_graphs"], dict(counters["graph_break"])
+    return losses, whole_state(engine), counters["stats"]["unique_graphs"], dict(counters["graph_break"])
 
 
 def test_bit_equal_with_compiled_blocks_which_share_one_graph():
@@ -72,7 +73,7 @@ def fixed_course(rank, world, stage, kind, masks):
     found = []
     for k in range(4):
         losses = train(engine, rank, world, 1, first=k)
-        found.append({**looked_at(engine, world), "losses": losses})
+        found.append({**whole_state(engine), "losses": losses})
     stored = {index.name: (index.count, index.stored) for index in zero_shards.indexes_of(engine.module)}
     return found, stored, engine.mst.sparsity
 
@@ -143,7 +144,7 @@ def gpt_course(rank, world, stage, kind, recompute, backend, precision="fp32"): 
         engine.backward(loss)
         engine.step()
         now = {"losses": [float(loss.detach())], "moved": engine.mst.changed_at, "dead": dict(engine.mst.dead_units())}
-        found.append({**looked_at(engine, world), **now})
+        found.append({**whole_state(engine), **now})
     assert found[-1]["dead"]
     names = [index.name for index in zero_shards.indexes_of(engine.module)]
     assert ("wte.weight" in names) == (kind == "auto")
@@ -181,7 +182,7 @@ def hugging_face_course(rank, world, stage, kind):
         loss = engine(tokens, labels=tokens).loss
         engine.backward(loss)
         engine.step()
-        found.append({**looked_at(engine, world), "losses": [float(loss.detach())], "moved": engine.mst.changed_at})
+        found.append({**whole_state(engine), "losses": [float(loss.detach())], "moved": engine.mst.changed_at})
     names = [index.name for index in zero_shards.indexes_of(engine.module)]
     assert ("transformer.wte.weight" in names and "transformer.h.0.mlp.c_fc.weight" in names) == (kind == "auto")
     return found
@@ -208,7 +209,7 @@ def sequences_course(rank, world, stage, kind):
             loss = engine(*cut_sequences.mine(mesh, *cut_sequences.batch(step, 32)))
             engine.backward(loss)
             engine.step()
-            found.append({**looked_at(engine, world), "losses": [float(loss.detach())], "moved": engine.mst.changed_at})
+            found.append({**whole_state(engine), "losses": [float(loss.detach())], "moved": engine.mst.changed_at})
         return found
 
 

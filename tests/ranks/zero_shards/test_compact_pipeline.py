@@ -24,7 +24,8 @@ from mst_scale.zero_shards.universal import STATES
 from mst_scale.zero_shards.weight_files import states_of, weights_of
 from tests.support import pool
 from tests.support.compact_pairs import differences
-from tests.support.compact_pipelines import MODEL, config, course, looked_at, started, step
+from tests.support.compact_pipelines import MODEL, config, course, started, step
+from tests.support.engines import whole_state
 from tests.support.layouts import Layout
 
 STEPS = 7  # with two topology steps
@@ -153,7 +154,7 @@ def with_a_hidden_overflow(rank, world, stage, name):
     mesh, engine = started(layout, config(layout, "auto", 2))
     for number in range(2):
         step(mesh, engine, number)
-    store, before = engine.mst.store, looked_at(engine)
+    store, before = engine.mst.store, whole_state(engine)
     reduced = store.reduced
 
     def damaged(i, gradient):
@@ -164,7 +165,7 @@ def with_a_hidden_overflow(rank, world, stage, name):
 
     store.reduced = damaged
     step(mesh, engine, 2)
-    skipped = differences([looked_at(engine)], [before])
+    skipped = differences([whole_state(engine)], [before])
     store.reduced = reduced
     step(mesh, engine, 3)
     return skipped, engine.mst.changed_at
@@ -242,7 +243,7 @@ FIRST, MORE = 4, 4  # a topology step lies on either side
 
 def continued(mesh, engine):
     losses = [step(mesh, engine, number) for number in range(FIRST, FIRST + MORE)]
-    return {**{f"later {key}": value for key, value in looked_at(engine).items()}, "losses": losses}
+    return {**{f"later {key}": value for key, value in whole_state(engine).items()}, "losses": losses}
 
 
 def saved(rank, world, layout, kind, folder, blocks=None):  # noqa: PLR0917
@@ -250,7 +251,7 @@ def saved(rank, world, layout, kind, folder, blocks=None):  # noqa: PLR0917
     for number in range(FIRST):
         step(mesh, engine, number)
     engine.save_checkpoint(folder, tag="half")
-    return {**looked_at(engine), **continued(mesh, engine)}
+    return {**whole_state(engine), **continued(mesh, engine)}
 
 
 def begun(layout, kind, blocks):
@@ -265,7 +266,7 @@ def resumed(rank, world, layout, kind, folder, blocks=None):  # noqa: PLR0917
     for number in range(3):
         step(mesh, engine, number)  # over other masks
     engine.load_checkpoint(folder, tag="half")
-    return {**looked_at(engine), **continued(mesh, engine)}
+    return {**whole_state(engine), **continued(mesh, engine)}
 
 
 @pytest.mark.parametrize("layout", [
@@ -335,7 +336,7 @@ def test_a_missing_or_foreign_file_of_a_stage_is_damage(tmp_path):
 def warm(rank, world, layout, kind, folder):
     _, engine = started(layout, config(layout, kind, 2))
     mst_scale.warm_start(engine, Path(folder) / "half")
-    found = looked_at(engine)
+    found = whole_state(engine)
     return {**{key: value for key, value in found.items() if "exp_avg" not in key}, "step": engine.global_steps}
 
 

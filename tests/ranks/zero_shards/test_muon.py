@@ -10,9 +10,10 @@ from mst_scale import zero_shards
 from mst_scale.checkpoints.reshape import reshape
 from mst_scale.zero_shards.muon import orthogonalised
 from tests.support import pool
+from tests.support.engines import whole_masks
 from tests.support.muon_oracle import Oracle, newton_schulz
 from tests.support.reported import reported_fp16
-from tests.support.toy_engine import OFFLOAD, STAGES, full, mst_config, shas, train, watched
+from tests.support.toy_engine import OFFLOAD, STAGES, full, mst_config, train, watched
 from tests.support.toys import allow_fp16, toy, toy_batch
 
 __all__ = ["reported_fp16"]
@@ -214,7 +215,7 @@ def weights_over_time(rank, world, stage, accumulation):
     history = []
     for step in range(12):
         train(engine, rank, world, 1, accumulation=accumulation, first=step)
-        history.append((shas(engine, world), named(engine, engine.mst.store.weight, world)))
+        history.append((whole_masks(engine), named(engine, engine.mst.store.weight, world)))
     return history
 
 
@@ -305,7 +306,7 @@ def resumed(rank, world, stage, precision, folder):
         for _, i in pairs
         for key, value in (*whole.mst.store.states(i).items(),)
     ] + [torch.equal(whole.mst.store.weight(i), again.mst.store.weight(i)) for _, i in pairs]
-    return all(zeros), all(same) and len(same) > 3, shas(whole, world) == shas(again, world), losses
+    return all(zeros), all(same) and len(same) > 3, whole_masks(whole) == whole_masks(again), losses
 
 
 @pytest.mark.parametrize(("stage", "precision"), [(0, "fp32"), (0, "bf16"), (1, "bf16"), (2, "fp32"), (3, "bf16")])

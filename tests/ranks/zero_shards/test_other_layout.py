@@ -7,7 +7,8 @@ from mst_scale.checkpoints.reshape import reshape
 from mst_scale.errors import UserError
 from mst_scale.zero_shards.other_layout import misfit
 from tests.support import pool
-from tests.support.toy_engine import mst_config, shas, train
+from tests.support.engines import whole_masks
+from tests.support.toy_engine import mst_config, train
 from tests.support.toys import toy
 
 
@@ -31,7 +32,7 @@ def reshaped(rank, world, stage, folder):
     config["training"]["reshape_on_load"] = True
     engine, *_ = mst_scale.initialize(model=toy(), config=config)
     engine.load_checkpoint(folder)
-    first, losses = shas(engine, world), train(engine, rank, world, 2, first=4)
+    first, losses = whole_masks(engine), train(engine, rank, world, 2, first=4)
     return first, losses
 
 
@@ -52,7 +53,7 @@ def squares(rank, world, stage, folder):
 def whole(rank, world, stage, folder):
     engine, *_ = mst_scale.initialize(model=toy(), config=mst_config(stage, world, "fp32"))
     train(engine, rank, world, 4)
-    return shas(engine, world)
+    return whole_masks(engine)
 
 
 def followed(rank, world, stage, folder, tag):

@@ -8,7 +8,8 @@ from deepspeed.checkpoint import ds_to_universal
 
 import mst_scale
 from tests.support import pool
-from tests.support.toy_engine import mst_config, shas, train
+from tests.support.engines import whole_masks
+from tests.support.toy_engine import mst_config, train
 from tests.support.toys import toy
 
 SAVED, END = 6, 9
@@ -24,7 +25,7 @@ def saves(rank: int, world: int, stage: int, folder: str) -> list:
     engine = engine_of(stage, world, False)
     train(engine, rank, world, SAVED, accumulation=4 // world)
     engine.save_checkpoint(folder, tag="saved")
-    return shas(engine, world)
+    return whole_masks(engine)
 
 
 def loads(rank: int, world: int, stage: int, folder: str, tag: str):
@@ -33,7 +34,7 @@ def loads(rank: int, world: int, stage: int, folder: str, tag: str):
         engine.load_checkpoint(folder, tag=tag)
     except ValueError as error:
         return str(error)
-    found = shas(engine, world)
+    found = whole_masks(engine)
     train(engine, rank, world, END - SAVED, accumulation=4 // world, first=SAVED)
     shards = engine.mst.store
     moved = [int(shards.weight(i)[~mask.flags()].count_nonzero()) for i, mask in enumerate(engine.mst.masks)]

@@ -7,7 +7,8 @@ import mst_scale
 from mst_scale import zero_shards
 from mst_scale.checkpoints.reshape import reshape
 from tests.support import pool
-from tests.support.compact_pairs import constant_config, differences, looked_at, started
+from tests.support.compact_pairs import constant_config, differences, started
+from tests.support.engines import whole_state
 from tests.support.toy_engine import STAGES, mst_config, train
 from tests.support.toys import toy, toy_batch
 
@@ -21,7 +22,7 @@ def leaving_out(rank, world, config, steps):
         engine.zero_grad()
         engine.optimizer.zero_grad()
         losses = train(engine, rank, world, 1, first=step)
-        found.append({**looked_at(engine, world), "losses": losses, "moved": engine.mst.changed_at})
+        found.append({**whole_state(engine), "losses": losses, "moved": engine.mst.changed_at})
     return found
 
 
@@ -41,7 +42,7 @@ def zeroing(rank, world, config, steps):
             engine.zero_grad()
             engine.backward(engine(*toy_batch(step, k)))
             engine.step()
-        found.append({**looked_at(engine, world), "moved": engine.mst.changed_at})
+        found.append({**whole_state(engine), "moved": engine.mst.changed_at})
     return found
 
 
