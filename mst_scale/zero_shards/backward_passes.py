@@ -13,13 +13,12 @@ A load leaves the gradient of a step that is under way, and the number of its mi
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
 from mst_scale.comm import SharedMistake
 from mst_scale.zero_shards.saving import Given, replace_method
-from mst_scale.zero_shards.step import on_zero_grad, sets_boundaries
+from mst_scale.zero_shards.step import before_call, on_zero_grad, sets_boundaries
 
 UNDER_WAY = "mst_step_under_way"  # on an engine: whether a load would keep the gradient of a step
 OTHER_WAY = (
@@ -36,15 +35,13 @@ def loses_gradients(engine: Any) -> bool:
 def reject_second_pass(engine: Any) -> None:
     """Raise an error in a backward pass that would replace the gradient of another, unless `zero_grad` came between."""
     zero, stage = engine.optimizer, engine.zero_optimization_stage()
-    reduce, take_step = engine._backward_epilogue, engine._take_model_step  # one call for each backward pass
-    begin_forward = zero.clear_backward_seen_flag  # engine.forward calls it
     passes = 0  # those of which the last one alone would count
 
     def forget() -> None:
         nonlocal passes
         passes = 0
 
-    def epilogue() -> None:
+    def count_pass() -> None:
         nonlocal passes
         passes += zero.micro_step_id == 0 if stage == 3 else bool(engine.is_gradient_accumulation_boundary())
         if passes > 1:
@@ -53,41 +50,17 @@ def reject_second_pass(engine: Any) -> None:
                 "the first: add up the losses and call engine.backward once per forward pass"
                 f"{'' if stage == 3 else OTHER_WAY}"
             )
-        reduce()
 
-    def forward_begins() -> None:
-        if stage == 3:
-            forget()
-        begin_forward()
-
-    def step(lr_kwargs: Any) -> None:
-        forget()
-        take_step(lr_kwargs)
-
-    engine._backward_epilogue, engine._take_model_step = epilogue, step
-    zero.clear_backward_seen_flag = forward_begins
+    before_call(engine, "_backward_epilogue", count_pass)  # one call for each backward pass
+    before_call(engine, "_take_model_step", forget)
+    if stage == 3:
+        before_call(zero, "clear_backward_seen_flag", forget)  # engine.forward calls it
     for owner in (engine, zero):
-        discard = owner.zero_grad
-
-        @functools.wraps(discard)
-        def zero_grad(*args: Any, discard: Any = discard, **named: Any) -> Any:
-            forget()
-            return discard(*args, **named)
-
-        owner.zero_grad = zero_grad
+        before_call(owner, "zero_grad", forget)
 
 
 def reject_loads_in_steps(engine: Any) -> None:
     """Raise an error in a load that comes between a backward pass and the end of its step."""
-    reduce, take_step = engine._backward_epilogue, engine._take_model_step
-
-    def epilogue() -> None:
-        setattr(engine, UNDER_WAY, True)
-        reduce()
-
-    def step(lr_kwargs: Any) -> None:
-        setattr(engine, UNDER_WAY, False)
-        take_step(lr_kwargs)
 
     def leave_out() -> None:
         if sets_boundaries(engine) or engine.micro_steps % engine.gradient_accumulation_steps() == 0:
@@ -97,7 +70,8 @@ def reject_loads_in_steps(engine: Any) -> None:
         check_no_step_under_way(engine, "load_checkpoint")
         return load(**given)
 
-    engine._backward_epilogue, engine._take_model_step = epilogue, step
+    before_call(engine, "_backward_epilogue", lambda: setattr(engine, UNDER_WAY, True))
+    before_call(engine, "_take_model_step", lambda: setattr(engine, UNDER_WAY, False))
     on_zero_grad(engine, leave_out)
     replace_method(engine, "load_checkpoint", load_checkpoint)
 

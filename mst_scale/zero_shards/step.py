@@ -87,6 +87,18 @@ def has_moments(engine: Any) -> bool:
     return all("betas" in group for group in base_optimizer(engine).param_groups)
 
 
+def before_call(owner: Any, name: str, call: Callable[[], object]) -> None:
+    """Call `call` before every call of a method of `owner`."""
+    inner = getattr(owner, name)
+
+    @functools.wraps(inner)
+    def method(*args: Any, **named: Any) -> Any:
+        call()
+        return inner(*args, **named)
+
+    setattr(owner, name, method)
+
+
 def around_model_step(engine: Any, before: Callable[[], None], after: Callable[[], None]) -> None:
     """Call `before` once per accumulation boundary, with reduced gradients, before clipping; `after` at its end."""
     inner = engine._take_model_step
@@ -153,14 +165,7 @@ def on_zero_grad(engine: Any, call: Callable[[], None]) -> None:
         return
     elsewhere = several and getattr(engine.optimizer, "use_grad_accum_attribute", False)
     for owner in (engine.optimizer,) if stage == 3 or elsewhere else (engine, engine.optimizer, engine.module):
-        inner = owner.zero_grad
-
-        @functools.wraps(inner)
-        def zero_grad(*args: Any, inner: Callable[..., Any] = inner, **named: Any) -> Any:
-            call()
-            return inner(*args, **named)
-
-        owner.zero_grad = zero_grad
+        before_call(owner, "zero_grad", call)
 
 
 def has_engine(optimizer: Any) -> bool:

@@ -12,6 +12,8 @@ from typing import Any
 from deepspeed.runtime.zero.stage_1_and_2 import INITIAL_MICRO_STEP_ID
 from torch import Tensor
 
+from mst_scale.zero_shards.step import before_call
+
 BUFFERS = "_DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition"
 
 
@@ -23,15 +25,9 @@ def keeps_gradients(engine: Any) -> bool:
 
 def zero_unused_gradients(engine: Any) -> None:
     """Zero the gradients of parameters that get none in a step, before anything else of that step."""
-    zero, inner = engine.optimizer, engine._take_model_step
-    one = engine.gradient_accumulation_steps() == 1
+    zero, one = engine.optimizer, engine.gradient_accumulation_steps() == 1
     complete = _watch_stage_3(zero) if engine.zero_optimization_stage() == 3 else _watch_offload(zero, one)
-
-    def step(lr_kwargs: Any) -> None:
-        complete()
-        inner(lr_kwargs)
-
-    engine._take_model_step = step
+    before_call(engine, "_take_model_step", complete)
 
 
 def _watch_stage_3(zero: Any) -> Any:
