@@ -69,6 +69,7 @@ from mst_scale.mixed_growing.masks import LayerMask, MaskSet
 from mst_scale.sparse_linear import SparseLayers
 from mst_scale.sparsity_variation import Point
 from mst_scale.zero_shards import compact_files
+from mst_scale.zero_shards.hooks import Follower
 
 C = TypeVar("C", bound=Component)
 
@@ -84,8 +85,8 @@ class Callbacks(Component):
             call()
 
 
-class SparseTraining:
-    """The components of one engine, in their order; the public part is `types.MST`."""
+class SparseTraining(MST, Follower):
+    """The components of one engine, in their order."""
 
     def __init__(self, engine: Any, experiment: Experiment, own_loop: bool):
         """Check that the engine supports the config, and choose the first masks, on all ranks together."""
@@ -205,22 +206,19 @@ class SparseTraining:
         said = [part for part in (*chosen, self.attention.describe()) if part]
         logger.log(max(INFO, self.attention.level), "%s: %s", self.method, "; ".join(said))
 
-    # --- types.MST: what others read ---
+    # --- MST: what a training loop reads ---
 
     @property
     def step(self) -> int:
-        """Number of optimizer steps taken."""
         return int(self.engine.global_steps)
 
     @property
     def point(self) -> Point:
-        """Phase, target sparsity and update fraction of the next step."""
         point = self.schedule.at(self.step)
         return replace(point, sparsity=self.sparsity) if self.state.given else point
 
     @property
     def pattern(self) -> Pattern:
-        """The attention pattern of the next step."""
         return self.attention.pattern
 
     @property
@@ -230,36 +228,29 @@ class SparseTraining:
 
     @property
     def sparsity(self) -> float:
-        """Fraction of inactive weights among the target parameters."""
         return 0.0 if self.measured is None else self.measured.sparsity()
 
     def densities(self) -> dict[str, float]:
-        """Return the fraction of active weights by parameter name."""
         return {} if self.measured is None else self.measured.densities()
 
     def gradient_densities(self) -> dict[str, float] | None:
-        """Return the densities with which products for weight gradients are counted, if not those of `densities()`."""
         return None if self.measured is None else self.measured.gradient_densities()
 
     def dead_units(self) -> Mapping[str, tuple[int, int]]:
-        """Return (dead, all) units by kind over all ranks; {} if nothing is sparse or no units are known."""
         return self.state.stages.added(self.units.count()) if self.masks_weights else {}
 
     @property
     def revived(self) -> Mapping[str, tuple[int, int]]:
-        """(revived, all) units by kind, if the last step revived any."""
         return self.topology.revived if self.masks_weights and self.changed_at == self.step else {}
 
     woken = renamed_attribute("woken", "revived")
 
     @property
     def changes(self) -> Sequence[Change]:
-        """Changes of each layer in the last topology step."""
         return self.state.changes
 
     @property
     def changed_at(self) -> int:
-        """… and the step that it ended; 0 if there was none."""
         return self.state.changed_at
 
     @property
@@ -268,38 +259,31 @@ class SparseTraining:
         return self.state.masks
 
     def weights(self, state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Return a state dict of the whole model with the weights that its layers multiply by."""
         return dict(state) if self.functions is None else self.functions.multiplied(state)
 
     def check_drift(self) -> None:
-        """Raise an error on all ranks if a mask has changed since the last topology step. Call it on every rank."""
         if self.masks_weights:
             self.drift.check()
 
     def on_step(self, call: Callable[[MST], None]) -> None:
-        """Run `call(engine.mst)` on every rank at the end of every optimizer step, including skipped ones."""
         if not self.follows_steps and not self.callbacks.calls:  # until the first call, the engine stays DeepSpeed's
             zero_shards.around_model_step(self.engine, self.before_step, self.after_step)
         self.callbacks.calls.append(lambda: call(self))
 
     def on_topology_step(self, call: Callable[[MST], None]) -> None:
-        """Run `call(engine.mst)` on every rank after each step that pruned and grew weights; see `changes`."""
         self.on_step(lambda mst: call(mst) if mst.changed_at == mst.step else None)
 
-    # --- zero_shards.hooks.Follower: what the engine tells it ---
+    # --- Follower: what the engine tells it ---
 
     @property
     def masks_weights(self) -> bool:
-        """Whether updates are masked, and checkpoints have masks."""
         return not self.experiment.mst.stays_dense
 
     @property
     def follows_steps(self) -> bool:
-        """Whether anything changes between steps."""
         return self.masks_weights or self.attention.changes or self.functions is not None
 
     def before_step(self) -> None:
-        """Follow DeepSpeed to the point at which gradients are reduced and not yet clipped."""
         if not zero_shards.has_gradients(self.engine):
             raise SharedMistake(
                 "engine.step() was called without gradients: call engine.backward(loss) before each step, and "
@@ -313,21 +297,17 @@ class SparseTraining:
                 component.after_backward()
 
     def before_update(self) -> None:
-        """Follow DeepSpeed to just before the update: there was no overflow, and the gradient's norm is known."""
         for component in self.components:
             component.before_update()
 
     def holds_update(self) -> bool:
-        """Whether this step leaves weights and moments as they are."""
         return any(component.holds_update() for component in self.components)
 
     def mask_update(self, parameter: torch.nn.Parameter, update: torch.Tensor) -> None:
-        """Zero the inactive weights in this rank's slice of an update, flat."""
         for component in self.components:
             component.mask_update(parameter, update)
 
     def after_update(self, tensors: Collection[int]) -> None:
-        """Follow the update of these master tensors (ids), before weights of the forward pass are written."""
         if not self._stepping:
             raise SharedMistake(
                 f"{zero_shards.optimizer_name(self.engine)}.step() was called directly, so no mask was applied: call "
@@ -339,7 +319,6 @@ class SparseTraining:
                 component.after_update(tensors)
 
     def after_step(self) -> None:
-        """Follow the end of a step, taken or skipped."""
         self._stepping = False
         with self._span():
             for component in self.components:
@@ -352,7 +331,6 @@ class SparseTraining:
     # --- checkpoints ---
 
     def finish_save(self) -> None:
-        """With `training.async_save`, wait until the last checkpoint is written; raise an error if that failed."""
         saved = None if self.saves is None else self.saves.finish()
         if saved is not None and saved.error is not None:
             raise OSError(f"the checkpoint of step {saved.step} was not saved: {saved.error}")
@@ -386,7 +364,6 @@ class SparseTraining:
         return self.state.everyone.agree(lambda: topology.take_index(checkpoint))
 
     def loaded(self, checkpoint: Path, state: dict[str, Any] | None) -> None:
-        """Follow a load of weights and states; `state` is what `saving` returned, or None if there is none."""
         if self.masks_weights:
             self._restore(checkpoint, state)
         self.masks_replaced()

@@ -15,13 +15,12 @@ from mst_scale.sparsity_variation import Point, Schedule
 class MST(Protocol):
     """The type of `engine.mst`: the state of sparse training, and what the last topology step did."""
 
+    schedule: Schedule
+    """The schedule of the run: phase, target sparsity and update fraction of every step."""
+
     @property
     def step(self) -> int:
         """Number of optimizer steps taken."""
-
-    @property
-    def schedule(self) -> Schedule:
-        """The schedule of the run: phase, target sparsity and update fraction of every step."""
 
     @property
     def point(self) -> Point:
@@ -42,7 +41,7 @@ class MST(Protocol):
         """Return the densities of the products that compute weight gradients, or None if they equal `densities()`."""
 
     def dead_units(self) -> Mapping[str, tuple[int, int]]:
-        """Return (dead units, all units) over all ranks, by kind of unit. Call it on every rank."""
+        """Return (dead, all) units by kind over all ranks; {} if no units are known. Call it on every rank."""
 
     @property
     def revived(self) -> Mapping[str, tuple[int, int]]:
