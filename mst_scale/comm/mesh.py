@@ -69,7 +69,6 @@ class Mesh:
         self.stage, self.replica, self.part, self.slice = _place(rank, axes)
         self.tensor_group = _group("tensor", axes, (3,))
         self.sequence_group = _group("sequence", axes, (2,))
-        self.data_group = _group("data", axes, (1,))
         self.same_weights_group = _group("same weights", axes, (1, 2))
         """Ranks that hold the same weights: ZeRO partitions them over these."""
 
