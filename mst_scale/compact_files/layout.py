@@ -15,8 +15,6 @@ and the file's metadata, all of it strings, says
     about      JSON: step, method, tokenizer, attention pattern of the training
     sha256     over the lines "key=value" of the other metadata in the order of keys, and then the bytes of all tensors
                in the order of names
-
-This file needs torch and safetensors, and nothing of the training code.
 """
 
 from __future__ import annotations
@@ -34,23 +32,12 @@ from safetensors import SafetensorError, safe_open
 
 from mst_scale import tensor_files
 from mst_scale.errors import UserError
+from mst_scale.mixed_growing.packed_bits import byte_count, pack, unpack
 from mst_scale.tensor_files import COMPACT, save
 
 FILE = "model.safetensors"
 VERSION = "1"
 MASK, VALUES = ".mask", ".values"
-_WEIGHTS = torch.tensor([128, 64, 32, 16, 8, 4, 2, 1], dtype=torch.uint8)
-
-
-def pack(flags: torch.Tensor) -> torch.Tensor:
-    """Pack bool (n,) into uint8, as `numpy.packbits` does."""
-    padded = torch.cat([flags, flags.new_zeros(-len(flags) % 8)]).view(-1, 8)
-    return (padded.to(torch.uint8) * _WEIGHTS).sum(1, dtype=torch.uint8)
-
-
-def unpack(bits: torch.Tensor, length: int) -> torch.Tensor:
-    """Unpack uint8 into bool (length,), as `numpy.unpackbits` does."""
-    return (bits[:, None] & _WEIGHTS).bool().view(-1)[:length]
 
 
 def split(tensor: torch.Tensor, active: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor] | None:
@@ -62,7 +49,7 @@ def split(tensor: torch.Tensor, active: torch.Tensor | None = None) -> tuple[tor
     kept = flat != 0
     if active is not None:
         kept |= active.reshape(-1)
-    if (len(kept) + 7) // 8 + int(kept.sum()) * flat.element_size() >= tensor.nbytes:
+    if byte_count(len(kept)) + int(kept.sum()) * flat.element_size() >= tensor.nbytes:
         return None
     return pack(kept), flat[kept]
 
