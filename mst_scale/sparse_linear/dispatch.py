@@ -34,23 +34,6 @@ Crossovers = Mapping[tuple[str, tuple[int, ...]], float | None]
 NONE: Crossovers = {}
 
 
-def select(  # noqa: PLR0917
-    backend: str,
-    device: str,
-    dtype: torch.dtype,
-    shape: tuple[int, ...],
-    sparsity: float,
-    block: int,
-    agreed: Crossovers = NONE,
-) -> str:
-    """Return the backend for one layer at this sparsity; `agreed` are the crossovers of the run."""
-    if backend != "auto":
-        return backend
-    chosen, why = choose(device, dtype, shape, sparsity, block, agreed)
-    _log_choice(device, dtype, chosen, why)
-    return chosen
-
-
 def select_for(layers: Any, name: str, sparsity: float) -> str:
     """Return the backend for one of a model's layers at a sparsity; "dense" needs no mask.
 
@@ -61,9 +44,13 @@ def select_for(layers: Any, name: str, sparsity: float) -> str:
     """
     if name not in layers.products or sparsity == 0:
         return "dense"
+    if layers.backend != "auto":
+        return str(layers.backend)
     parameter, shape = layers.parameters[name], layers.products[name].shape
     device, dtype = parameter.device.type, parameter.dtype
-    return select(layers.backend, device, dtype, shape, sparsity, layers.block, layers.crossovers)
+    chosen, why = choose(device, dtype, shape, sparsity, layers.block, layers.crossovers)
+    _log_choice(device, dtype, chosen, why)
+    return chosen
 
 
 def choose(  # noqa: PLR0917

@@ -108,7 +108,7 @@ def unlike_ranks(rank, world, raw, cannot):
     if rank == 1 and cannot:
         reason, layers.dispatch.why_not = layers.dispatch.why_not, lambda *_: "there is no compiler"
     elif rank == 1:
-        select, layers.dispatch.select = layers.dispatch.select, lambda *_: "dense"
+        select_for, layers.dispatch.select_for = layers.dispatch.select_for, lambda *_: "dense"
     try:
         return losses_and_masks(rank, world, raw, 1)[2]
     except ValueError as error:
@@ -117,7 +117,7 @@ def unlike_ranks(rank, world, raw, cannot):
         if rank == 1 and cannot:
             layers.dispatch.why_not = reason
         elif rank == 1:
-            layers.dispatch.select = select
+            layers.dispatch.select_for = select_for
 
 
 def test_ranks_that_differ_agree_or_fail_together():

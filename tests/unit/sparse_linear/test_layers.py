@@ -187,9 +187,10 @@ def test_auto_follows_the_measured_crossover_and_says_so_once(monkeypatch, tmp_p
     monkeypatch.setattr(crossovers, "own", lambda: tmp_path / "own.json")
     crossovers.table.cache_clear()
     dispatch._log_choice.cache_clear()
+    auto = layers(nn.Linear(600, 512), ["weight"], "auto")
     try:
         with caplog.at_level(logging.INFO, logger="mst_scale"):
-            found = [dispatch.select("auto", "cpu", torch.float32, (512, 600), s, 1) for s in (0.5, 0.7, 0.7)]
+            found = [dispatch.select_for(auto, "weight", s) for s in (0.5, 0.7, 0.7)]
         assert found == ["dense", "cpu", "cpu"]
         said = [r.message.split("backend ")[1] for r in caplog.records]
         assert [line.split(",")[0] for line in said] == ["dense", "cpu"] and all("60%" in line for line in said)
