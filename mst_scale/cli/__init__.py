@@ -108,17 +108,11 @@ class _Version(argparse.Action):
     """Prints the installed versions from the packages' metadata, without importing them."""
 
     def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
-        print(f"mst_scale {mst_scale.__version__} (torch {_installed('torch')}, DeepSpeed {_installed('deepspeed')})")
+        from mst_scale.machine import installed
+
+        torch, deepspeed = (installed(package) or "is not installed" for package in ("torch", "deepspeed"))
+        print(f"mst_scale {mst_scale.__version__} (torch {torch}, DeepSpeed {deepspeed})")
         parser.exit()
-
-
-def _installed(package: str) -> str:
-    from importlib import metadata
-
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return "is not installed"
 
 
 def main(argv: list[str] | None = None) -> int:

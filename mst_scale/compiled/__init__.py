@@ -30,6 +30,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from mst_scale.compiled import first_use
+from mst_scale.machine import processor_entries
 
 SHARED = Path(__file__).parent
 FLAGS = ["-O3", "-std=c++17", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-fopenmp", "-fPIC", "-shared"]
@@ -121,9 +122,7 @@ def _digest(*texts: str) -> str:
 
 def _processor() -> str:
     """Return the processor's instructions, which decide whether a library built elsewhere runs here."""
-    cpuinfo = Path("/proc/cpuinfo")
-    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
-    known = next((line.split(":", 1)[1] for line in lines if line.startswith(("flags", "Features"))), "")
+    known = processor_entries().get("flags") or processor_entries().get("Features", "")  # the second is ARM's
     return " ".join([platform.machine(), *sorted(known.split())])
 
 

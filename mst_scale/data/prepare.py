@@ -26,7 +26,6 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from importlib import metadata
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -43,6 +42,7 @@ from mst_scale.data.sources import PIECE_BYTES, Piece, Source
 from mst_scale.data.tokenizer import Tokenizer, is_file, load_tokenizer, token_dtype
 from mst_scale.errors import Damaged, UserError
 from mst_scale.files import locked
+from mst_scale.machine import installed
 
 JOURNAL_BYTES = 64 << 20  # of ids: ten seconds or more of a core that tokenizes with a BPE
 # Peak resident size as measured, with a BPE of 50,257 ids: 73 MB in the main process for text, 141 MB for Parquet with
@@ -228,9 +228,7 @@ def _meta(recipe: Recipe, tokenizer: Tokenizer, source: dict[str, Any], files: l
         state = file.sync()
         splits[name] = {"file": f"{name}.bin", "tokens": state.pop("bytes") // dtype.itemsize} | state
     versions = {"mst_scale": mst_scale.__version__, "python": platform.python_version()}
-    for package in ("tiktoken", "datasets"):
-        with contextlib.suppress(metadata.PackageNotFoundError):
-            versions[package] = metadata.version(package)
+    versions |= {name: version for name in ("tiktoken", "datasets") if (version := installed(name)) is not None}
     return {
         "format": FORMAT,
         "tokenizer": os.path.abspath(name) if is_file(name := recipe.tokenizer_name) else name,

@@ -25,6 +25,7 @@ from packaging.version import Version
 from mst_scale import compiled
 from mst_scale.compiled import build_locks, cache_folder
 from mst_scale.doctor.findings import Finding, look, ok, run_each, skip, wrong
+from mst_scale.machine import installed
 
 PACKAGE = Path(__file__).parents[1]  # mst_scale; pydantic, which mst_scale.config needs, may be what is broken
 
@@ -153,14 +154,6 @@ def _ninja() -> Finding:
         fix = "activate the environment that has it, or pip install ninja"
         return look("ninja", "is not on PATH: DeepSpeed's operators cannot be built", fix)
     return ok("ninja", f"{_output(program, '--version').strip()} ({program})")
-
-
-def installed(name: str) -> str | None:
-    """Return the installed version of a package, or None."""
-    try:
-        return metadata.version(name)
-    except metadata.PackageNotFoundError:
-        return None
 
 
 def import_error(name: str) -> str | None:

@@ -22,7 +22,8 @@ import torch.distributed as dist
 from mst_scale.comm import Ranks
 from mst_scale.comm.exchange import Exchange
 from mst_scale.doctor.findings import Finding, describe_ranks, look, ok, skip, wrong
-from mst_scale.doctor.machine import PACKAGE, device, installed
+from mst_scale.doctor.machine import PACKAGE, device
+from mst_scale.machine import installed
 from mst_scale.randomness import counter_hash
 
 PACKAGES = ("torch", "deepspeed", "triton", "numpy", "safetensors")

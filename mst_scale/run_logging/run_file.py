@@ -7,7 +7,6 @@ number of ranks. Rank 0 rewrites the whole file each time.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import platform
@@ -15,12 +14,12 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 from mst_scale.comm import logger
 from mst_scale.files import write_if_possible
+from mst_scale.machine import installed, processor_entries
 
 PACKAGES = ("mst_scale", "torch", "deepspeed", "numpy", "safetensors", "triton", "mpi4py")
 SCHEDULERS = (
@@ -119,10 +118,7 @@ def command() -> list[str]:
 
 def _versions() -> dict[str, str]:
     found = {"python": platform.python_version(), "system": platform.platform()}
-    for name in PACKAGES:
-        with contextlib.suppress(metadata.PackageNotFoundError):
-            found[name] = metadata.version(name)
-    return found
+    return found | {name: version for name in PACKAGES if (version := installed(name)) is not None}
 
 
 def device() -> str:
@@ -131,14 +127,7 @@ def device() -> str:
 
     if torch.cuda.is_available():
         return torch.cuda.get_device_name()
-    return f"{processor()}, {os.cpu_count()} cores"
-
-
-def processor() -> str:
-    """Return the name of the processor."""
-    cpuinfo = Path("/proc/cpuinfo")
-    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
-    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())
+    return f"{processor_entries().get('model name') or platform.machine()}, {os.cpu_count()} cores"
 
 
 def git_state(root: Path) -> dict[str, Any] | None:

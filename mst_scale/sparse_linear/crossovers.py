@@ -16,13 +16,13 @@ import logging
 import math
 import platform
 from collections.abc import Sequence
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 from mst_scale import compiled
 from mst_scale.compiled import cache_folder
 from mst_scale.files import locked, write_atomically
+from mst_scale.machine import installed, processor_entries
 
 SHIPPED = Path(__file__).parent / "crossover.json"
 log = logging.getLogger("mst_scale")
@@ -89,17 +89,10 @@ def measured_here() -> list[dict[str, Any]]:
 @functools.cache
 def here() -> dict[str, str]:
     """Return what decides the speed of layers on a CPU besides threads and dtype: the processor, and torch."""
-    known: dict[str, str] = {}
-    cpuinfo = Path("/proc/cpuinfo")
-    for line in cpuinfo.read_text().splitlines() if cpuinfo.exists() else []:
-        name, _, value = line.partition(":")
-        known.setdefault(name.strip(), value.strip())
+    known = processor_entries()
     model = known.get("model name") or known.get("CPU part") or platform.processor() or platform.machine()
     numbers = [known[name] for name in ("cpu family", "model") if name in known]
-    try:
-        torch = version("torch")
-    except PackageNotFoundError:  # torch is not needed to make a plan
-        torch = ""
+    torch = installed("torch") or ""  # torch is not needed to make a plan
     return {"cpu": " ".join([model, "/".join(numbers)]).strip(), "torch": torch}
 
 
