@@ -184,10 +184,12 @@ def find_loadable(source: Path, ranks: Ranks, deepspeed: dict[str, Any], compact
     The universal copy is created if it is needed and missing, outdated or damaged. `compact` says whether layers store
     their active weights alone here.
     """
+    from mst_scale.zero_shards.compact_files import other_storage  # imports torch
+
     layout = manifests.layout(ranks.world_size, stage_of(deepspeed), sizes_of(deepspeed))
     if ranks.on_first(lambda: bool((manifests.head(source) or {}).get("universal"))):
         return source, True
-    mismatch = ranks.on_first(lambda: manifests.find_mismatch(source, layout) or _other_storage(source, compact))
+    mismatch = ranks.on_first(lambda: manifests.find_mismatch(source, layout) or other_storage(source, compact))
     if mismatch is None:
         return source, False
     copy = source / UNIVERSAL
@@ -200,15 +202,6 @@ def find_loadable(source: Path, ranks: Ranks, deepspeed: dict[str, Any], compact
     seconds = ranks.on_first(lambda: _make_copy(source, mismatch), long=True)
     logger.info("created %s in %.1f s (mst reshape can do this in advance)", copy, seconds)
     return copy, True
-
-
-def _other_storage(source: Path, compact: bool) -> str | None:
-    from mst_scale.zero_shards.compact_files import file_of  # imports torch
-
-    if file_of(source).is_file() == compact:
-        return None
-    there, here = ("whole matrices", "only active weights")[:: 1 if compact else -1]
-    return f"{source} stores {there}, but this run's layers store {here}"
 
 
 def _make_copy(source: Path, mismatch: str) -> float:

@@ -42,6 +42,14 @@ def file_of(checkpoint: Path, stage: int = 0) -> Path:
     return checkpoint / FOLDER / (f"compact_{stage:02d}.safetensors" if stage else "compact.safetensors")
 
 
+def other_storage(checkpoint: Path, compact: bool) -> str | None:
+    """Return how the storage of a checkpoint's weights differs from this run's; None if it is the same."""
+    if file_of(checkpoint).is_file() == compact:
+        return None
+    stored = {False: "whole matrices", True: "only active weights (mst.compute.compact)"}
+    return f"{checkpoint} stores {stored[not compact]}, but this run's layers store {stored[compact]}"
+
+
 def remove(checkpoint: Path) -> None:
     """Remove the files of a checkpoint whose weights are matrices now."""
     for path in (checkpoint / FOLDER).glob(NAMES):

@@ -19,7 +19,7 @@ from typing import Any
 from mst_scale.checkpoint_folders import COPY, has_copy
 from mst_scale.comm import logger
 from mst_scale.errors import UserError
-from mst_scale.zero_shards.compact_files import file_of
+from mst_scale.zero_shards.compact_files import other_storage
 from mst_scale.zero_shards.compact_marks import is_compact
 from mst_scale.zero_shards.groups import stage_count, tensor_slices
 
@@ -83,10 +83,8 @@ def missing(load_dir: Path, tag: Any) -> str | None:
 
 
 def _misfit(folder: Path, engine: Any) -> str | None:
-    there, here = file_of(folder).is_file(), is_compact(engine.module)
-    if there != here:
-        words = {True: "only active weights (mst.compute.compact)", False: "whole matrices"}
-        return f"{folder} stores {words[there]}, but this run's layers store {words[here]}"
+    if (why := other_storage(folder, is_compact(engine.module))) is not None:
+        return why
     parts, pipeline = tensor_slices(engine) * stage_count(engine), stage_count(engine) > 1
     return misfit(folder, int(engine.zero_optimization_stage()), int(engine.seq_dp_world_size), parts, pipeline)
 
