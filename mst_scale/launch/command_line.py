@@ -14,7 +14,7 @@ from argparse import Namespace
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from mst_scale.checkpoints.finding import list_tags
 from mst_scale.comm.messages import quiet
@@ -162,37 +162,43 @@ def read_run(config: str, arguments: Sequence[str]) -> tuple[Experiment, Path]:
     return experiment, output_folder(args, experiment)
 
 
-def check_config(config: str, arguments: Sequence[str]) -> Experiment:
+class Request(NamedTuple):
+    """The run that a command line asks for, as far as its config and its arguments say."""
+
+    arguments: Namespace
+    """Of `mst_scale.pretrain`."""
+    experiment: Experiment
+    out: Path
+    """The folder of the run."""
+
+
+def read_request(config: str, arguments: Sequence[str]) -> Request:
     """Check a config with the arguments of `mst_scale.pretrain`, as far as no other files matter.
 
     Other files may be on the machines that train only.
-
-    Returns:
-        The experiment.
 
     Raises:
         UserError: The config or an argument is wrong.
         SystemExit: An argument is unknown, or asks for help.
     """
-    with quiet():
-        return load_experiment(parse_arguments(["--deepspeed_config", config, *arguments]))
+    with quiet():  # the ranks will log
+        args = parse_arguments(["--deepspeed_config", config, *arguments])
+        experiment = load_experiment(args)
+    return Request(args, experiment, output_folder(args, experiment))
 
 
-def check_run(
-    config: str, nodes: Iterable[tuple[str, int]], arguments: Sequence[str], mapped_by: str | None = None
-) -> None:
-    """Check a config before anything starts, and that no tensor-parallel group is split over two nodes.
+def check_run(request: Request, nodes: Iterable[tuple[str, int]], mapped_by: str | None = None) -> None:
+    """Check that no tensor-parallel group is split over two nodes.
 
     Args:
-        config: The experiment, as given to the launcher.
+        request: The run.
         nodes: Names of nodes with the number of processes of each; a node may come several times.
-        arguments: The other arguments of `mst_scale.pretrain`.
         mapped_by: An option of mpirun by which ranks take another order.
 
     Raises:
-        UserError: The config or an argument is wrong, or a group would leave its node, or might.
+        UserError: A group would leave its node, or might.
     """
-    tensor = sizes_of(check_config(config, arguments).deepspeed).tensor
+    tensor = sizes_of(request.experiment.deepspeed).tensor
     stated = f"{KEYS['tensor']} = {tensor}"
     if tensor > 1 and mapped_by is not None:
         raise UserError(f"{stated} needs neighboring ranks on one node: leave {mapped_by} out")
@@ -207,55 +213,45 @@ def check_run(
             )
 
 
-def check_batch(config: str, arguments: Sequence[str], processes: Sequence[int]) -> None:
+def check_batch(request: Request, processes: Sequence[int]) -> None:
     """Check that ranks divide into replicas of the model which share the global batch.
 
     The batch of a run that has a checkpoint is not checked: it may differ from the config's.
 
     Args:
-        config: The experiment, as given to the launcher.
-        arguments: The other arguments of `mst_scale.pretrain`.
+        request: The run.
         processes: The numbers of ranks, in the order in which the run uses them.
 
     Raises:
         UserError: The ranks or the batch cannot be divided.
     """
-    with quiet():
-        args = parse_arguments(["--deepspeed_config", config, *arguments])
-        experiment = load_experiment(args)
+    experiment = request.experiment
     first, *later = (sizes_of(experiment.deepspeed).data(count) for count in processes)
-    if args.branch_decay_from is None and not list_tags(output_folder(args, experiment) / "checkpoints"):
+    if request.arguments.branch_decay_from is None and not list_tags(request.out / "checkpoints"):
         batch, micro, _ = batch_shape(experiment.deepspeed, first)
         for replicas in later:
             largest_micro(batch, micro, replicas)
 
 
-def check_places(config: str, arguments: Sequence[str]) -> tuple[Experiment, Path]:
+def check_places(request: Request) -> None:
     """Check the folders of a run that trains on this machine, before anything starts.
-
-    Returns:
-        The experiment and the folder of the run.
 
     Raises:
         UserError: There is no corpus, the folder of the run cannot be made, or it holds a run of another method.
     """
-    with quiet():
-        args = parse_arguments(["--deepspeed_config", config, *arguments])
-        experiment = load_experiment(args)
-    out, data = output_folder(args, experiment), experiment.data
+    experiment, data = request.experiment, request.experiment.data
     if data.source is None and data.dir is not None and not Path(data.dir).is_dir():
         problem = "is not a folder" if Path(data.dir).exists() else "does not exist"
         raise UserError(f"data folder {data.dir} {problem}; `mst data SOURCE --out {data.dir}` makes a corpus")
-    validate_new_folder("--out", out)
+    validate_new_folder("--out", request.out)
     if experiment.training.init is None:  # the shape of other weights is read by the ranks
-        validate_same_model(out, experiment)
-    return experiment, out
+        validate_same_model(request.out, experiment)
 
 
-def describe_run(config: str, arguments: Sequence[str], processes: int) -> str:
+def describe_run(request: Request, processes: int) -> str:
     """Describe in one line what a launcher would start on this machine."""
-    experiment, out = check_places(config, arguments)
+    experiment = request.experiment
     data, device = experiment.data, "on the CPU" if os.environ.get("DS_ACCELERATOR") == "cpu" else "on GPUs"
     several = "process" if processes == 1 else "processes"
     corpus = data.dir or f"corpora/{data.source}"
-    return f"{processes} {several} {device}, {experiment.training.steps:,} steps, corpus {corpus}, output {out}"
+    return f"{processes} {several} {device}, {experiment.training.steps:,} steps, corpus {corpus}, output {request.out}"

@@ -32,7 +32,15 @@ from collections.abc import Callable
 from pathlib import Path
 
 from mst_scale.errors import UserError
-from mst_scale.launch.command_line import check_batch, check_run, quoted, read_hostfile, read_options, seconds_in
+from mst_scale.launch.command_line import (
+    check_batch,
+    check_run,
+    quoted,
+    read_hostfile,
+    read_options,
+    read_request,
+    seconds_in,
+)
 from mst_scale.launch.environment import SCRIPTS, carried_variables, load_cluster_settings
 from mst_scale.launch.node import ranks_of_node
 from mst_scale.launch.restarts import RESTARTS, keep_running
@@ -94,8 +102,9 @@ def main(words: list[str]) -> int:
         raise UserError("give the machines: --hostfile FILE")
     hostfile = Path(options.hostfile)
     nodes = _read(hostfile)
-    check_run(config, nodes, arguments)  # DeepSpeed numbers ranks along the file, each line's slots together
-    check_batch(config, arguments, [sum(slots for _, slots in nodes)])
+    request = read_request(config, arguments)
+    check_run(request, nodes)  # DeepSpeed numbers ranks along the file, each line's slots together
+    check_batch(request, [sum(slots for _, slots in nodes)])
     if not options.dry_run and shutil.which(options.launcher) is None:
         raise UserError(f"{options.launcher} is not installed here")
     load_cluster_settings()

@@ -32,7 +32,15 @@ from collections.abc import Callable
 
 from mst_scale.comm import free_port
 from mst_scale.errors import UserError
-from mst_scale.launch.command_line import check_batch, check_places, check_run, describe_run, quoted, read_options
+from mst_scale.launch.command_line import (
+    check_batch,
+    check_places,
+    check_run,
+    describe_run,
+    quoted,
+    read_options,
+    read_request,
+)
 from mst_scale.launch.elastic import FLAG, elastic_places, keep_changing
 from mst_scale.launch.environment import (
     default_processes,
@@ -73,17 +81,18 @@ def run(
     dry_run: bool = False,
 ) -> int:
     """Pretrain with this many processes of this machine, through DeepSpeed's launcher, and return the exit code."""
-    check_run(config, [("this machine", processes)], arguments)
-    check_places(config, arguments)
+    request = read_request(config, arguments)
+    check_run(request, [("this machine", processes)])
+    check_places(request)
     places = gpus() or [str(number) for number in range(processes)]
     if len(places) < processes:
         raise UserError(f"{processes} processes need as many GPUs, but there are {len(places)} ({', '.join(places)})")
-    check_batch(config, arguments, [processes])
+    check_batch(request, [processes])
     _set_environment(processes)
     command = functools.partial(_command, places[:processes], config, arguments, port)
 
     if dry_run:
-        print(describe_run(config, arguments, processes), file=sys.stderr, flush=True)
+        print(describe_run(request, processes), file=sys.stderr, flush=True)
         print(quoted(command(), shown_variables()))
         return 0
     supervisor = Supervisor(ask_ranks)
@@ -95,12 +104,13 @@ def _run_elastic(config: str, arguments: list[str], options: Namespace) -> int:
     if options.processes is not None:
         raise UserError(f"--processes {options.processes} is one number, and {FLAG} a range: leave one of them out")
     places = elastic_places(options.elastic, config, arguments, options.ranks_from, gpus)
-    check_places(config, arguments)
+    request = read_request(config, arguments)
+    check_places(request)
     _set_environment(places.allowed.most)
 
     if options.dry_run:
         taken = places.take()
-        print(describe_run(config, arguments, len(taken)), file=sys.stderr, flush=True)
+        print(describe_run(request, len(taken)), file=sys.stderr, flush=True)
         print(quoted(_command(taken, config, arguments, options.port), shown_variables()))
         return 0
     supervisor = Supervisor(ask_ranks)

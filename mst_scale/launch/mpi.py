@@ -25,7 +25,7 @@ import sys
 from pathlib import Path
 
 from mst_scale.errors import UserError
-from mst_scale.launch.command_line import check_batch, check_run, quoted, read_hostfile, read_options
+from mst_scale.launch.command_line import check_batch, check_run, quoted, read_hostfile, read_options, read_request
 from mst_scale.launch.environment import (
     carried_variables,
     default_processes,
@@ -61,8 +61,9 @@ def main(words: list[str]) -> int:
     else:
         nodes = _nodes(Path(hostfile), processes)
     mapped = [word for word in options.mpi_option if _orders_ranks(word)]
-    check_run(config, nodes, arguments, f"--mpi-option {mapped[-1]}" if mapped else None)
-    check_batch(config, arguments, [processes])
+    request = read_request(config, arguments)
+    check_run(request, nodes, f"--mpi-option {mapped[-1]}" if mapped else None)
+    check_batch(request, [processes])
     load_cluster_settings()
     os.environ.update(MST_LAUNCHER="mpi")
     if sys.stdout.isatty():  # ranks cannot tell: OpenMPI gives each a terminal of its own

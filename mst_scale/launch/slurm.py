@@ -44,7 +44,7 @@ from itertools import groupby
 
 from mst_scale.errors import UserError
 from mst_scale.launch import slurm_job
-from mst_scale.launch.command_line import check_batch, check_run, quoted, read_options, read_run
+from mst_scale.launch.command_line import check_batch, check_run, quoted, read_options, read_request, read_run
 from mst_scale.launch.elastic import FLAG, allowed
 from mst_scale.launch.environment import ROOT, SCRIPTS
 from mst_scale.launch.restarts import RESTARTS
@@ -73,7 +73,8 @@ def main(words: list[str]) -> int:
         options.ranks_per_node = options.gpus_per_node
     if options.ranks_per_node == 0:
         raise UserError("the number of ranks per node is missing: give --ranks-per-node N")
-    check_run(config, [("each node", options.ranks_per_node)], arguments)
+    request = read_request(config, arguments)
+    check_run(request, [("each node", options.ranks_per_node)])
     shares = [Share((), options.nodes or 1)]
     if options.elastic is not None:
         arguments = [FLAG, *arguments]
@@ -84,7 +85,7 @@ def main(words: list[str]) -> int:
     elif options.nodes_by_phase is not None:
         shares = shares_of(options.nodes_by_phase, config, arguments)
     if options.elastic is None:
-        check_batch(config, arguments, [share.nodes * options.ranks_per_node for share in shares])
+        check_batch(request, [share.nodes * options.ranks_per_node for share in shares])
     if not options.dry_run and shutil.which("sbatch") is None:
         raise UserError("sbatch was not found: run this on the cluster's login node, or use mst launch hostfile")
     for name in (slurm_job.ELASTIC, slurm_job.DOCTOR):  # sbatch would hand on those of this shell

@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from mst_scale.errors import UserError
-from mst_scale.launch.command_line import check_config, read_options
+from mst_scale.launch.command_line import read_options, read_request
 from mst_scale.launch.elastic import FLAG
 from mst_scale.launch.supervisor import Supervisor, forward, say
 from mst_scale.run_logging import run_file
@@ -62,7 +62,7 @@ def main(words: list[str]) -> int:
         _print_table(out, methods, seeds)
         return 0
     for method in methods:
-        check_config(config, [*arguments, "--method", method])
+        read_request(config, [*arguments, "--method", method])
     runs = {  # folder -> CONFIG and the arguments of mst_scale.pretrain
         (folder := out / f"{method}-{seed}"): [
             config, *arguments, "--method", method, "--set", f"training.seed={seed}", "--out", str(folder)

@@ -5,7 +5,7 @@ import contextlib
 import pytest
 
 from mst_scale.errors import UserError
-from mst_scale.launch.command_line import check_run
+from mst_scale.launch.command_line import check_run, read_request
 
 
 def groups_of(size: object) -> list[str]:
@@ -25,19 +25,19 @@ def groups_of(size: object) -> list[str]:
 )
 def test_whole_groups_on_every_node(size, nodes, named):
     with contextlib.nullcontext() if named is None else pytest.raises(UserError, match=named):
-        check_run("demo", nodes.items(), groups_of(size))
+        check_run(read_request("demo", groups_of(size)), nodes.items())
 
 
 def test_a_node_may_have_several_lines():
-    check_run("demo", [("a", 2), ("a", 2)], groups_of(4))
+    check_run(read_request("demo", groups_of(4)), [("a", 2), ("a", 2)])
     with pytest.raises(UserError):
-        check_run("demo", [("a", 2), ("b", 2)], groups_of(4))
+        check_run(read_request("demo", groups_of(4)), [("a", 2), ("b", 2)])
 
 
 def test_another_order_of_ranks_is_rejected_for_groups_only():
-    check_run("demo", [("a", 2)], groups_of(1), "--map-by")
+    check_run(read_request("demo", groups_of(1)), [("a", 2)], "--map-by")
     with pytest.raises(UserError, match="leave --map-by out"):
-        check_run("demo", [("a", 2)], groups_of(2), "--map-by")
+        check_run(read_request("demo", groups_of(2)), [("a", 2)], "--map-by")
 
 
 @pytest.mark.parametrize(
@@ -50,4 +50,4 @@ def test_another_order_of_ranks_is_rejected_for_groups_only():
 )
 def test_a_wrong_run_is_rejected_before_anything_starts(arguments, named):
     with pytest.raises(UserError, match=named):
-        check_run("demo", [("this machine", 2)], arguments)
+        read_request("demo", arguments)
