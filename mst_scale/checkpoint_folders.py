@@ -16,7 +16,9 @@ from pathlib import Path
 
 from mst_scale.errors import Damaged
 
-COPY, MANIFEST = "universal", "manifest.json"
+MANIFEST = "manifest.json"
+UNIVERSAL = "universal"
+"""The folder in a checkpoint that holds a copy for any number of ranks and any ZeRO stage (`mst reshape`)."""
 SOURCE = "source"
 """What the manifest of a copy calls the identity of the checkpoint."""
 _MAX_NAME = 255  # bytes of a file name
@@ -39,7 +41,7 @@ def tag_in(latest: Path) -> str:
 
 def has_copy(checkpoint: Path) -> bool:
     """Return whether a checkpoint has a copy of the files that it has now; its tag may have been saved again."""
-    manifest = checkpoint / COPY / MANIFEST
+    manifest = checkpoint / UNIVERSAL / MANIFEST
     if not manifest.is_file():
         return False
     try:
@@ -69,7 +71,7 @@ def remove_outdated(checkpoint: Path, keep: Collection[str] = ()) -> None:
         checkpoint: the folder.
         keep: names of files that stay.
     """
-    shutil.rmtree(checkpoint / COPY, ignore_errors=True)
+    shutil.rmtree(checkpoint / UNIVERSAL, ignore_errors=True)
     for pattern in ("*_states.pt", "mst/*", "transformers_config.json"):
         for path in checkpoint.glob(pattern):
             if str(path.relative_to(checkpoint)) not in keep:

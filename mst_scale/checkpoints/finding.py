@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from mst_scale.checkpoint_folders import tag_in
-from mst_scale.checkpoints.manifests import MANIFEST, damage
+from mst_scale.checkpoint_folders import MANIFEST, tag_in
+from mst_scale.checkpoints.manifests import damage
 from mst_scale.comm import Damaged, Ranks, logger
 from mst_scale.errors import UserError
 from mst_scale.files import PARTIAL

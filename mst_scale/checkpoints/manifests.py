@@ -10,15 +10,13 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from mst_scale.checkpoint_folders import MANIFEST
 from mst_scale.comm import Damaged, ParallelDims, Ranks
 from mst_scale.files import file_digest, write_atomically
 
-MANIFEST = "manifest.json"
 OWN_DIGEST = "manifest_sha256"
 WHOLE = ParallelDims()
 WHOLE_KEYS = asdict(WHOLE)
-UNIVERSAL = "universal"
-"""The folder in a checkpoint that holds a copy for any number of ranks and any ZeRO stage (`mst reshape`)."""
 
 
 def head(checkpoint: Path) -> dict[str, Any] | None:

@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from mst_scale import snapshot
+from mst_scale.checkpoint_folders import MANIFEST
 from mst_scale.checkpoints import manifests
-from mst_scale.checkpoints.manifests import MANIFEST
 from mst_scale.comm.launch import machine
 from mst_scale.errors import Damaged
 from mst_scale.files import PARTIAL, write_atomically

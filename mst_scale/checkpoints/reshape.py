@@ -18,9 +18,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from mst_scale.checkpoint_folders import SOURCE, has_copy, identity_of
+from mst_scale.checkpoint_folders import SOURCE, UNIVERSAL, has_copy, identity_of
 from mst_scale.checkpoints import finding, manifests, mask_files, model_config
-from mst_scale.checkpoints.manifests import UNIVERSAL
 from mst_scale.comm import logger
 from mst_scale.compiled.first_use import elapsed
 from mst_scale.errors import UserError

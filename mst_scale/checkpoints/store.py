@@ -16,9 +16,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from mst_scale.checkpoint_folders import MANIFEST
 from mst_scale.checkpoints.finding import list_tags, step_of, tag_of
 from mst_scale.checkpoints.manifests import (
-    MANIFEST,
     WHOLE,
     check_undamaged,
     digests_of,

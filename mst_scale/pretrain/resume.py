@@ -13,9 +13,8 @@ import os
 from pathlib import Path
 from typing import Any
 
-from mst_scale.checkpoint_folders import has_copy
+from mst_scale.checkpoint_folders import UNIVERSAL, has_copy
 from mst_scale.checkpoints import finding, manifests
-from mst_scale.checkpoints.manifests import UNIVERSAL
 from mst_scale.comm import ParallelDims, Ranks, logger
 from mst_scale.config import Experiment, read_saved, to_dict
 from mst_scale.config.changes import result_keys

@@ -14,6 +14,7 @@ from typing import Any
 
 from torch import Tensor
 
+from mst_scale.checkpoint_folders import MANIFEST
 from mst_scale.checkpoints import manifests, mask_files
 from mst_scale.comm import Ranks, logger
 from mst_scale.config import Experiment
@@ -71,7 +72,7 @@ def hand_over(engine: Any, folder: Path, ranks: Ranks, state: dict[str, Any], ab
     def begin() -> None:
         shutil.rmtree(draft, ignore_errors=True)
         draft.mkdir(parents=True)
-        write_atomically(draft / manifests.MANIFEST, manifests.sealed({**about, "files": {}}))
+        write_atomically(draft / MANIFEST, manifests.sealed({**about, "files": {}}))
 
     def active(name: str) -> Tensor | None:
         mask = masks.get(name)

@@ -24,7 +24,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from mst_scale.checkpoints import finding, manifests
+from mst_scale.checkpoint_folders import MANIFEST
+from mst_scale.checkpoints import finding
 from mst_scale.comm import logger
 from mst_scale.comm.launch import without_rank
 from mst_scale.errors import UserError
@@ -141,7 +142,7 @@ def _newest_save(out: Path) -> dict[str, Any]:
     """Return what the state says of the newest complete checkpoint."""
     for tag in finding.list_tags(out / "checkpoints"):
         with contextlib.suppress(OSError):  # it is being removed
-            manifest = out / "checkpoints" / tag / manifests.MANIFEST
+            manifest = out / "checkpoints" / tag / MANIFEST
             return {"last_save_step": finding.step_of(manifest.parent), "last_save_time": manifest.stat().st_mtime}
     return {"last_save_step": None, "last_save_time": None}
 

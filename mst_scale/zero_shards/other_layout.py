@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from mst_scale.checkpoint_folders import COPY, has_copy
+from mst_scale.checkpoint_folders import UNIVERSAL, has_copy
 from mst_scale.comm import logger
 from mst_scale.errors import UserError
 from mst_scale.zero_shards.compact_files import other_storage
@@ -35,8 +35,8 @@ def copy_of(engine: Any, load_dir: Path, tag: Any) -> str | None:
     why = _misfit(folder, engine)
     if why is None:
         return None
-    logger.info("%s: loading the copy that mst reshape has made, %s", why, folder / COPY)
-    return f"{folder.name}/{COPY}"
+    logger.info("%s: loading the copy that mst reshape has made, %s", why, folder / UNIVERSAL)
+    return f"{folder.name}/{UNIVERSAL}"
 
 
 def checkpoint_to_reshape(engine: Any, load_dir: Path, tag: Any) -> tuple[Path, str] | None:

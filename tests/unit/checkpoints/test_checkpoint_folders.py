@@ -3,7 +3,7 @@
 import json
 import os
 
-from mst_scale.checkpoint_folders import COPY, MANIFEST, SOURCE, has_copy, identity_of, remove_outdated
+from mst_scale.checkpoint_folders import MANIFEST, SOURCE, UNIVERSAL, has_copy, identity_of, remove_outdated
 
 
 def saved(folder, content="one"):
@@ -14,8 +14,8 @@ def saved(folder, content="one"):
 
 
 def copied(folder):
-    (folder / COPY).mkdir()
-    (folder / COPY / MANIFEST).write_text(json.dumps({SOURCE: identity_of(folder)}))
+    (folder / UNIVERSAL).mkdir()
+    (folder / UNIVERSAL / MANIFEST).write_text(json.dumps({SOURCE: identity_of(folder)}))
 
 
 def test_a_tag_that_is_saved_again_has_no_copy(tmp_path):
@@ -38,7 +38,7 @@ def test_the_manifest_is_the_identity_of_a_sealed_checkpoint(tmp_path):
     assert has_copy(checkpoint)
     (checkpoint / MANIFEST).write_text('{"step": 5}')
     assert not has_copy(checkpoint)
-    (checkpoint / COPY / MANIFEST).write_text("{")
+    (checkpoint / UNIVERSAL / MANIFEST).write_text("{")
     assert not has_copy(checkpoint), "a damaged copy is made again"
 
 
