@@ -13,6 +13,7 @@ import torch
 from mst_scale import comm
 from mst_scale.pretrain import start
 from tests.support import tiny_run
+from tests.support.messages import logged
 
 MST = {
     "method": "mst",
@@ -69,14 +70,9 @@ def attempt(rank: int, world: int, argv: list[str]) -> tuple[int, str]:
 
 def logged_attempt(rank: int, world: int, argv: list[str]) -> tuple[int, str]:
     """`attempt`, with what our logger says."""
-    stream = io.StringIO()
-    handler = logging.StreamHandler(stream)
-    logging.getLogger("mst_scale").addHandler(handler)
-    try:
+    with logged(logging.NOTSET) as said:
         code, text = attempt(rank, world, argv)
-    finally:
-        logging.getLogger("mst_scale").removeHandler(handler)
-    return code, text + stream.getvalue()
+    return code, "\n".join([text, *said])
 
 
 def arguments(folder: Path, out: str = "out", *more: str, **blocks) -> list[str]:
