@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from mst_scale.config import Experiment
 from mst_scale.hybrid_sparse_attention import Pattern
-from mst_scale.run_logging.metrics import read
+from mst_scale.run_logging.metrics import last_rows
 
 if TYPE_CHECKING:
     from mst_scale.hugging_face.sources import TransformersSource
@@ -87,7 +87,7 @@ def _trained(
 ) -> list[tuple[str, str]]:
     """Return the rows that do not depend on the architecture."""
     step, matrices, losses = exported["step"], exported["matrices"], exported.get("losses")
-    last, validated = ({}, {}) if run is None else _last_rows(run / "metrics.jsonl", step)
+    last, validated = ({}, {}) if run is None else last_rows(run / "metrics.jsonl", step)
     of = "" if experiment is None else f" of {experiment.training.steps:,}"
     rows = {
         "steps": None if step is None else f"{step:,}{of}",
@@ -106,13 +106,6 @@ def _trained(
         else None,
     }  # fmt: skip
     return [(name, value) for name, value in rows.items() if value]
-
-
-def _last_rows(metrics: Path, step: int | None) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the last row of the metrics up to a step, or of all, and the last of these with a validation loss."""
-    rows = [row for row in read(metrics) if step is None or row["step"] <= step] if metrics.is_file() else []
-    validated = [row for row in rows if row.get("val_loss") is not None]
-    return rows[-1] if rows else {}, validated[-1] if validated else {}
 
 
 def _flops(experiment: Experiment | None, row: dict[str, Any]) -> str:

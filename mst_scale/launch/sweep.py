@@ -25,14 +25,13 @@ import statistics
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 from mst_scale.errors import UserError
 from mst_scale.launch.command_line import read_options, read_request
 from mst_scale.launch.elastic import FLAG
 from mst_scale.launch.supervisor import Supervisor, forward, say
 from mst_scale.run_logging import run_file
-from mst_scale.run_logging.metrics import read
+from mst_scale.run_logging.metrics import last_rows
 from mst_scale.run_logging.run_file import FINISHED
 
 LAUNCHERS = ("local", "hostfile", "mpi", "slurm")
@@ -128,7 +127,7 @@ def _print_table(out: Path, methods: list[str], seeds: list[str]) -> None:
     """Print the last validation loss and fraction of dense FLOPs of each method, as a mean over its seeds."""
     print(f"{'method':<14}{'runs':>5}{'validation loss':>18}{'± over seeds':>14}{'FLOPs':>8}")
     for method in methods:
-        rows = [row for seed in seeds if (row := _last_validated(out / f"{method}-{seed}" / "metrics.jsonl"))]
+        rows = [row for seed in seeds if (row := last_rows(out / f"{method}-{seed}" / "metrics.jsonl")[1])]
         loss = spread = share = "–"
         if rows:
             loss = f"{statistics.mean(row['val_loss'] for row in rows):.4f}"
@@ -136,9 +135,3 @@ def _print_table(out: Path, methods: list[str], seeds: list[str]) -> None:
         if len(rows) > 1:
             spread = f"{statistics.stdev(row['val_loss'] for row in rows):.4f}"
         print(f"{method:<14}{len(rows):>5}{loss:>18}{spread:>14}{share:>8}")
-
-
-def _last_validated(metrics: Path) -> dict[str, Any] | None:
-    """Return the last row with a validation loss."""
-    rows = [row for row in read(metrics) if row.get("val_loss") is not None] if metrics.exists() else []
-    return rows[-1] if rows else None

@@ -59,6 +59,13 @@ def read(path: Path) -> Iterator[dict[str, Any]]:
                 yield row
 
 
+def last_rows(path: Path, step: int | None = None) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the last row up to a step, or of all, and the last of these with a validation loss; {} for none."""
+    rows = [row for row in read(path) if step is None or row["step"] <= step] if path.is_file() else []
+    validated = [row for row in rows if row.get("val_loss") is not None]
+    return rows[-1] if rows else {}, validated[-1] if validated else {}
+
+
 def without_nan(row: Mapping[str, Any]) -> dict[str, Any]:
     """Return a row with null in place of numbers that are not finite, which JSON does not have."""
     return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in row.items()}
