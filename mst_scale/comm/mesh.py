@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mst_scale.comm.groups import new_group
+from mst_scale.comm.ranks import select_device
 from mst_scale.errors import UserError
 
 
@@ -53,6 +54,9 @@ class ParallelDims:
 class Mesh:
     """This rank's position among the ranks of a run, and its process groups. Create it on all ranks.
 
+    It makes the rank's accelerator the current one, as DeepSpeed's engine does later: a model that is split needs it
+    before.
+
     It can be passed as the `mpu` of `initialize`. `replica` (of `data`) is the data-parallel position, `part` the part
     of each sequence, `stage` the pipeline stage and `slice` the tensor-parallel position of this rank.
     """
@@ -62,6 +66,7 @@ class Mesh:
 
         if not dist.is_initialized():
             raise UserError("Mesh() requires a process group: call deepspeed.init_distributed() first")
+        select_device()
         self.sizes = sizes
         rank, world = dist.get_rank(), dist.get_world_size()
         self.data = sizes.data(world)

@@ -149,6 +149,8 @@ def init(through_deepspeed: bool = True) -> Ranks:
     import torch.distributed as dist
 
     complete_environment()
+    if through_deepspeed:
+        select_device()
     speak()
     limit = timeout()
     bound_later_groups(limit)
@@ -168,6 +170,22 @@ def init(through_deepspeed: bool = True) -> Ranks:
         control=new_group("control", backend="gloo"),
         joined=joined,
     )
+
+
+def select_device(number: int | None = None) -> None:
+    """Make this rank's accelerator the current one, as DeepSpeed's engine does when it starts.
+
+    Before the engine exists, collectives of objects would otherwise use the first one on every rank, and NCCL rejects
+    a device other than the rank's own.
+
+    Args:
+        number: The accelerator; by default, that of LOCAL_RANK if it is set.
+    """
+    import deepspeed
+
+    number = int(os.environ.get("LOCAL_RANK", "-1")) if number is None else number
+    if number >= 0:
+        deepspeed.get_accelerator().set_device(number)
 
 
 def _join(through_deepspeed: bool, limit: timedelta) -> None:

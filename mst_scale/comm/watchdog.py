@@ -8,7 +8,8 @@ killed    The sockets of a process close when it ends, for whatever reason, and 
 frozen    A process that is stopped (SIGSTOP, a debugger, a hung machine) sends no heartbeat. Every rank sends one to
           rank 0, and rank 0 to every rank, several times within the timeout (`comm.timeout`).
 stuck     A process whose main thread hangs still sends heartbeats. When a collective times out on some ranks, the
-          ranks that did not take part in it are named.
+          ranks that did not take part in it are named. This needs an error in the main thread, which gloo raises. With
+          NCCL, torch ends the ranks that wait: the first of them is named, and the line says that it may have waited.
 
 Rank 0 notifies all ranks, and all exit with code 1, so that the launcher can restart the run. The messages:
 
@@ -107,6 +108,7 @@ class Watch:
     def __init__(self, advice: str = ADVICE, done: Callable[[], bool] = lambda: False) -> None:
         self.advice, self.done = advice, done
         self.world: Any = None  # the default process group; once it is destroyed, ranks are no longer watched
+        self.on_nccl = False  # torch ends ranks that wait for too long, without an error in their main thread
         self.ranks: Ranks | RanksOfStore | None = None
         self.pid = os.getpid()  # a forked child, such as a worker that loads data, has copies of the connections
         self.first = ""  # host and process of rank 0
@@ -143,7 +145,7 @@ class Watch:
                 logger.error("ranks are not monitored (%s): if one is killed, others may wait for it", failure)
             self._disconnect()
             return
-        self.world = dist.group.WORLD
+        self.world, self.on_nccl = dist.group.WORLD, "nccl" in dist.get_backend_config()
         _of_process[:] = [self]
         self._hear_signals()
         os.register_at_fork(after_in_child=self._forked)
@@ -348,7 +350,9 @@ class Watch:
         Only the first rank that ends is named.
         """
         if killed:
-            self._lose(who, "disconnected without a message: it was killed (out of memory?), or its machine is down")
+            waited = ", or it waited for a stuck rank until NCCL's timeout (see its output)" if self.on_nccl else ""
+            how = "disconnected without a message: it was killed (out of memory?), or its machine is down"
+            self._lose(who, how + waited)
         self.lost = f"{who} has failed"
         self._pass_on(f"failed {who}")
         time.sleep(GRACE)

@@ -17,6 +17,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from mst_scale import zero_shards
 from mst_scale.comm import complete_environment, logger, own_loops, speak, under_mpi
+from mst_scale.comm.ranks import select_device
 from mst_scale.compiled.first_use import announced
 from mst_scale.config import RECIPES, Experiment, MSTConfig, describe_unread, load, overridden_in_recipe, read, states
 from mst_scale.config.parallel import KEYS, check_pipeline, sizes_of
@@ -88,7 +89,7 @@ def initialize(
         notes.append(ineffective)
     for note in notes:
         logger.warning("%s", note)
-    _prepare_process()
+    _prepare_process(args)
     weights = _weights_of_whole(model, experiment, others)
     parameters = model.parameters() if model_parameters is None else model_parameters
     engine, made, loader, scheduler = _create_engine(
@@ -156,12 +157,13 @@ def _check_arguments(model: torch.nn.Module, optimizer: Any, experiment: Experim
         raise UserError("an earlier engine has this optimizer, and masks what it updates: create one for each engine")
 
 
-def _prepare_process() -> None:
+def _prepare_process(args: Namespace | None) -> None:
     """Prepare what all engines of this process share, before DeepSpeed starts."""
     zero_shards.hasten()
     zero_shards.use_readable_architectures()
     if not torch.distributed.is_initialized() and not under_mpi():
         complete_environment()  # a free port for a script that no launcher started: DeepSpeed would always take 29500
+    select_device(getattr(args, "device_rank", None))
     own_loops.prepare()
 
 

@@ -123,7 +123,7 @@ class ChangedWeights(Component):
             mask = self.masks[i]
             if mask.dense or zero_shards.index_of(self.store.parameters[i]) is not None:
                 continue
-            stray = mask.count_inactive(self.store.read(i))
+            stray = mask.count_inactive(self.store.read(i).to(mask.device))
             found, first = found + stray, first or (mask.name if stray else "")
             if stray or self.store.frozen(i):  # all ranks together
                 self.store.zero_read(i, mask.flags())

@@ -20,6 +20,7 @@ from torch import nn
 
 from mst_scale.comm import Mesh, ParallelDims, logger
 from mst_scale.comm.exchange import Exchange, Stages
+from mst_scale.comm.ranks import select_device
 from mst_scale.config import Experiment
 from mst_scale.config.compact import why_not_compact
 from mst_scale.config.deepspeed import precision_of
@@ -239,6 +240,7 @@ def _take_first_ranks(weight: torch.Tensor, replicas: Any) -> None:
     """Replace the values of a whole matrix by those of the first of the ranks that hold it."""
     if not torch.distributed.is_initialized():
         deepspeed.init_distributed(verbose=False)
+        select_device()  # under mpirun, LOCAL_RANK is not set before
     sent = weight.to(deepspeed.get_accelerator().current_device_name()).contiguous()
     first = 0 if replicas is None else torch.distributed.get_global_rank(replicas, 0)
     torch.distributed.broadcast(sent, first, group=replicas)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.zero.stage_1_and_2 import INITIAL_MICRO_STEP_ID
 from torch import Tensor
 
@@ -58,6 +59,8 @@ def _watch_stage_3(zero: Any) -> Any:
                 buffer.zero_()
             if zero.offload_optimizer and not (used and parameter.ds_id in with_last):
                 zero._offload_grad_partition_at_boundary(parameter, buffer, gradients, places)
+                key, norms = zero.get_param_id(parameter), zero.norm_for_param_grads
+                norms[key] = norms[key].to(get_accelerator().current_device_name())  # where DeepSpeed adds them up
         zero._swap_out_offload_fp32_gradients(gradients, places)
         with_last.clear()
 

@@ -2,13 +2,18 @@
 
 import functools
 import logging
+from types import SimpleNamespace
 
 import deepspeed
 import pytest
 import torch
 
 import mst_scale
+from mst_scale.engine.changed_weights import ChangedWeights
 from mst_scale.errors import UserError
+from mst_scale.mixed_growing import packed_bits
+from mst_scale.mixed_growing.masks import LayerMask
+from mst_scale.shard import Shard
 from tests.support import pool
 from tests.support.messages import logged
 from tests.support.toy_engine import STAGES, full, mst_config, read_by_forward, train, watched
@@ -253,6 +258,25 @@ def test_what_does_not_fit_is_refused_before_anything_is_written():
         assert "lacks out.bias" in lacks and "has nowhere" in has and "out.bias has shape (3,)" in shape
         assert "mst_scale.initialize" in engine
         assert untouched and partly == {"out.bias"}
+
+
+def test_offloaded_masks_are_compared_with_weights_of_an_accelerator(monkeypatch):
+    """With offload, the bits of a mask are on the host and the weights of the forward pass on the accelerator."""
+    mask = LayerMask(Shard.whole("w", (8,)), torch.device("meta"))
+    mask.set_bits(torch.zeros(1, dtype=torch.uint8, device="meta"), 4)
+    zeroed = []
+
+    def count(values, bits):
+        assert values.device == bits.device
+        return 2
+
+    store = SimpleNamespace(parameters=[torch.zeros(8)], read=lambda i: torch.ones(8), frozen=lambda i: False)
+    store.zero_read = lambda i, active: zeroed.append((i, active.device.type))
+    monkeypatch.setattr(packed_bits, "count_outside", count)
+    watching = object.__new__(ChangedWeights)
+    watching.engine, watching.masks, watching.store = SimpleNamespace(global_steps=3), [mask], store
+    assert ["2 inactive ones were reset" in line for line in warned(lambda: watching._mask_again([0]))] == [True]
+    assert zeroed == [(0, "meta")]
 
 
 # --- frozen in mid-run ---

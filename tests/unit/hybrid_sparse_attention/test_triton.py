@@ -37,6 +37,8 @@ INTERPRETED: list[tuple[str, int, int, bool, int, int, int, str]] = [
     ("dense", 1, 40, True, 1, 1, 16, "float32"),
     ("strided", 24, 70, True, 2, 1, 128, "float32"),
     ("fixed", 24, 70, False, 1, 1, 128, "float16"),
+    ("strided", 24, 70, True, 2, 1, 160, "float32"),  # 16 rows of queries
+    ("fixed", 24, 70, False, 1, 1, 160, "float32"),
     # tiles that are seen as a whole, between cut ones
     ("strided", 110, 230, True, 2, 1, 16, "float32"),
     ("strided", 100, 230, False, 1, 1, 16, "float32"),
