@@ -1,0 +1,40 @@
+"""What a step counts as its gradient: neither other gradients that the loop computes nor those of no pass at all."""
+
+import pytest
+import torch
+
+import mst_scale
+from tests.ranks.engine.test_left_out import rigl, state_of
+from tests.support import pool
+from tests.support.toys import toy, toy_batch
+
+# --- gradients that the loop computes for itself ---
+
+
+def with_own_gradients(rank, world, stage, compact, style):
+    """The loop reads gradients of a larger loss between backward passes, to weigh losses for example."""
+    engine, *_ = mst_scale.initialize(model=toy(), config=rigl(stage, world, compact, accumulation=2))
+    for step in range(4):
+        for k in range(2):
+            if style != "none":
+                loss = 100 * engine.module(*toy_batch(77 + step, 2 * k + rank))
+                torch.autograd.grad(loss, [engine.mst.store.parameters[0]])
+            loss = engine(*toy_batch(step, 2 * k + rank))
+            if style == "directly":
+                engine.scale(loss).backward()
+            else:
+                engine.backward(loss)
+            engine.step()
+    assert engine.mst.changed_at == 3
+    return state_of(engine, world)
+
+
+@pytest.mark.parametrize("compact", ["off", "auto"])
+@pytest.mark.parametrize(
+    ("stage", "style"), [*((stage, "engine.backward") for stage in range(4)), (1, "directly"), (3, "directly")]
+)
+def test_gradients_that_the_loop_computes_for_itself_do_not_grow_weights(stage, style, compact):
+    (masks, values), (expected, others) = (
+        pool.run(with_own_gradients, 2, stage, compact, case)[0] for case in (style, "none")
+    )
+    assert masks == expected and torch.equal(values, others)
