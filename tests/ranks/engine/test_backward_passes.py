@@ -4,8 +4,10 @@ import pytest
 import torch
 
 import mst_scale
+from mst_scale.errors import UserError
 from tests.ranks.engine.test_left_out import rigl, state_of
 from tests.support import pool
+from tests.support.toy_engine import OFFLOAD, STAGES, mst_config, train
 from tests.support.toys import toy, toy_batch
 
 # --- gradients that the loop computes for itself ---
@@ -31,10 +33,37 @@ def with_own_gradients(rank, world, stage, compact, style):
 
 @pytest.mark.parametrize("compact", ["off", "auto"])
 @pytest.mark.parametrize(
-    ("stage", "style"), [*((stage, "engine.backward") for stage in range(4)), (1, "directly"), (3, "directly")]
+    ("stage", "style"), [*((stage, "engine.backward") for stage in STAGES), (1, "directly"), (3, "directly")]
 )
 def test_gradients_that_the_loop_computes_for_itself_do_not_grow_weights(stage, style, compact):
     (masks, values), (expected, others) = (
         pool.run(with_own_gradients, 2, stage, compact, case)[0] for case in (style, "none")
     )
     assert masks == expected and torch.equal(values, others)
+
+
+# --- steps without gradients ---
+
+
+def steps_without_gradients(rank, world, stage, more):
+    """At the start, after a step, and after a pass whose end DeepSpeed does not see: of two outputs, not by engine."""
+    config = mst_config(stage, world, **more)
+    config["zero_optimization"]["stage"] = stage
+    engine, *_ = mst_scale.initialize(model=toy(), config=config)
+    said = []
+    for trained in (0, 1, "unseen"):
+        if trained == "unseen":
+            if stage:
+                (engine(*toy_batch(1, rank)) + engine(*toy_batch(2, rank))).backward()
+        else:
+            train(engine, rank, world, trained)
+        with pytest.raises(UserError) as error:
+            engine.step()
+        said.append(str(error.value))
+    return said
+
+
+@pytest.mark.parametrize(("stage", "more"), [*((stage, {}) for stage in STAGES), *((s, OFFLOAD) for s in (1, 2, 3))])
+def test_a_step_without_gradients_is_one_line(stage, more):
+    for said in pool.run(steps_without_gradients, 2, stage, more):
+        assert len(said) == 3 and all("engine.step() was called without gradients" in text for text in said)

@@ -185,23 +185,6 @@ def test_an_engine_has_no_mesh_of_an_earlier_one():
     assert pool.run(after_a_mesh, 2) == pool.run(without_a_mesh, 2)
 
 
-def steps_without_gradients(rank, world, stage):
-    engine, *_ = mst_scale.initialize(model=toy(), config=mst_config(stage, world))
-    said = []
-    for trained in (0, 1):
-        train(engine, rank, world, trained)
-        with pytest.raises(UserError) as error:
-            engine.step()
-        said.append(str(error.value))
-    return said
-
-
-@pytest.mark.parametrize("stage", STAGES)
-def test_a_step_without_gradients_is_one_line(stage):
-    for said in pool.run(steps_without_gradients, 2, stage):
-        assert all("engine.step() was called without gradients" in text for text in said)
-
-
 # --- several backward passes before a step ---
 
 
