@@ -30,6 +30,7 @@ from mst_scale.zero_shards import (
     powers,
     same_optimizer,
     saving,
+    start,
     step,
     supported,
     unused_layers,
@@ -128,6 +129,14 @@ HOOKS = (
         "0.19",
         step.scales_plainly,
         lambda engine, _: step.scale_plain_loss(engine),
+    ),
+    Hook(
+        "own ranks",
+        "engine.buffered_allreduce_fallback",
+        "without ZeRO, gradients are reduced over the ranks of the last mpu in the process, even another engine's",
+        "0.19",
+        lambda engine, _: engine.zero_optimization_stage() < 2,  # BF16_Optimizer reduces so at stage 1, too
+        lambda engine, _: start.keep_mpu(engine),
     ),
     Hook(
         "powers of beta",

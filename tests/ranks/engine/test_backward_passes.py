@@ -6,7 +6,7 @@ import torch
 import mst_scale
 from mst_scale.errors import UserError
 from tests.ranks.engine.test_left_out import rigl, state_of
-from tests.support import pool
+from tests.support import cut_models, pool
 from tests.support.toy_engine import OFFLOAD, STAGES, mst_config, train
 from tests.support.toys import toy, toy_batch
 
@@ -67,3 +67,35 @@ def steps_without_gradients(rank, world, stage, more):
 def test_a_step_without_gradients_is_one_line(stage, more):
     for said in pool.run(steps_without_gradients, 2, stage, more):
         assert len(said) == 3 and all("engine.step() was called without gradients" in text for text in said)
+
+
+# --- two engines in one process ---
+
+
+def beside_another(rank, world, stage, split, other):
+    """Weights of an engine whose layers are split over two ranks, or of one that has both as replicas."""
+
+    def split_engine():
+        mesh, model = cut_models.built({"tensor": 2, "sequence": 1, "pipeline": 1}, stage)
+        config = cut_models.settings(stage, train_batch_size=cut_models.MICRO)
+        config |= {key: rigl(stage, world)[key] for key in ("training", "mst")}
+        return mst_scale.initialize(model=model, config=config, mpu=mesh)[0]
+
+    def plain_engine():
+        return mst_scale.initialize(model=toy(), config=rigl(stage, world))[0]
+
+    engine = split_engine() if split else plain_engine()
+    if other:
+        _ = plain_engine() if split else split_engine()
+    for step in range(4):
+        batch = cut_models.tokens_and_targets(step, 0) if split else toy_batch(step, rank)
+        engine.backward(engine(*batch))
+        engine.step()
+    return torch.cat([p.detach().flatten() for p in engine.module.parameters()])
+
+
+@pytest.mark.parametrize("split", [True, False])
+@pytest.mark.parametrize("stage", [0, 1])
+def test_an_engine_reduces_over_its_own_ranks_beside_one_with_another_mpu(stage, split):
+    alone, beside = (pool.run(beside_another, 2, stage, split, other) for other in (False, True))
+    assert all(torch.equal(mine, found) for mine, found in zip(alone, beside, strict=True))

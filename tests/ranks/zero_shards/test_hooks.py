@@ -28,7 +28,7 @@ def of(model, stage, world, precision="fp32", **extra):
 
 def test_the_list_is_in_order_and_for_this_deepspeed():
     assert [hook.name for hook in HOOKS] == [
-        "plain step", "norm in float64", "plain loss", "powers of beta", "padding", "parts of sequences",
+        "plain step", "norm in float64", "plain loss", "own ranks", "powers of beta", "padding", "parts of sequences",
         "own entries", "scheduler", "handover", "universal checkpoints", "step", "backward passes", "unused layers",
         "before update", "held update", "muon's dtype", "muon", "update", "earlier saves", "checkpoints",
         "weights alone", "consolidated weights", "layout", "same optimizer", "loads in steps", "loading",
@@ -69,8 +69,8 @@ DENSE = [*LOADS, "earlier saves", "weights alone", "same optimizer"]
 @pytest.mark.parametrize(
     ("stage", "precision", "method", "names"),
     [
-        (0, "fp32", "dense", ["plain step", "powers of beta", *DENSE]),
-        (0, "fp16", "mst", ["plain loss", "powers of beta", *SPARSE]),
+        (0, "fp32", "dense", ["plain step", "own ranks", "powers of beta", *DENSE]),
+        (0, "fp16", "mst", ["plain loss", "own ranks", "powers of beta", *SPARSE]),
         (2, "bf16", "mst", ["powers of beta", *SPARSE[:5], "backward passes", *SPARSE[5:]]),
     ],
 )
@@ -152,6 +152,19 @@ def test_norm_in_float64_of_a_pipeline(stage):
 def test_plain_loss():
     (ratio,) = pool.run(scaled, 1)
     assert ratio == pytest.approx(1.0, rel=0.05), "DeepSpeed has begun to scale the loss at stage 0 by itself"
+
+
+def gradient_beside_a_mesh(rank, world):
+    engine = of(toy(), 0, world)
+    deepspeed.utils.groups.mpu = cut_models.built({"tensor": 2, "sequence": 1, "pipeline": 1})[0]
+    engine.backward(engine(*toy_batch(0, rank)))
+    deepspeed.utils.groups.mpu = None
+    return engine.module.up.weight.grad
+
+
+def test_own_ranks():
+    first, second = pool.run(gradient_beside_a_mesh, 2)
+    assert not torch.equal(first, second), "each rank's own gradient: the mesh has no other replica"
 
 
 def order_of_events(rank, world, stage, accumulation, overflow):
