@@ -204,10 +204,12 @@ HOOKS = (
     ),
     Hook(
         "backward passes",
-        "engine._backward_epilogue and _take_model_step, optimizer.clear_backward_seen_flag, zero_grad of both",
-        "a second backward pass replaces the gradient of the first, at stage 3 if no forward pass came in between",
+        "engine.buffered_allreduce_fallback, _backward_epilogue and _take_model_step; zero_grad of engine, optimizer "
+        "and module; optimizer.independent_gradient_partition_epilogue and clear_backward_seen_flag",
+        "a second backward pass replaces the gradient of the first, at stage 3 if no forward pass came in between, or "
+        "reduces it again, at stage 0; engine.no_sync reduces gradients if communication overlaps",
         "0.19.8",
-        lambda engine, follower: follower.follows_steps and backward_passes.loses_gradients(engine),
+        lambda engine, follower: follower.follows_steps and backward_passes.changes_gradients(engine),
         lambda engine, _: backward_passes.reject_second_pass(engine),
     ),
     Hook(
