@@ -219,6 +219,19 @@ def test_backward_passes(stage, offload, apart):
     assert (both == second) == (stage < 3 or not apart), "the second pass replaces the first"
 
 
+def passes_without_zero(rank, world):
+    """Two backward passes of ones, of which DeepSpeed sums the gradients of two ranks."""
+    model = torch.nn.Linear(1, 1, bias=False)
+    engine = of(model, 0, world, gradient_allreduce_op="sum")
+    for _ in range(2):
+        engine.backward(engine(torch.ones(1, 1)).sum())
+    return float(model.weight.grad)
+
+
+def test_backward_passes_without_zero():
+    assert pool.run(passes_without_zero, 2) == [6.0] * 2, "that of the first pass twice, as 2 · 2 + 2"
+
+
 def kernels_of(rank, world, offload):
     """A weight after each of 40 updates in a row, and after the same update by a kernel that was elsewhere before."""
     from mst_scale.zero_shards import powers
