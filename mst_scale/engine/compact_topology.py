@@ -96,8 +96,8 @@ class CompactTopology(Topology):
         super().__init__(*args, **named)
         self.dense_gradients: dict[int, Tensor] = {}
         """Means over ranks, of this rank's slices and of the micro-batches so far."""
-        self._uses: dict[int, Tensor] = {}
-        """Gradients of whole matrices whose backward pass has not come to their last use yet."""
+        self._uses: dict[tuple[int, int], Tensor] = {}
+        """Gradients of whole matrices, by matrix and backward pass, that have not come to their last use yet."""
         self._kept: dict[int, Tensor] = {}
         """Gradients of whole matrices that are reduced at the end of the step, of the micro-batches so far."""
         self._wanted = False
@@ -108,17 +108,13 @@ class CompactTopology(Topology):
         ]
         """Parameters whose gradients are kept: at stage 0, where ranks may use different layers, as DeepSpeed allows
         there, and those that other stages of a pipeline hold too."""
-        # a strong reference would keep the engine in memory: Python's collector does not see these hooks
-        keep = _weakly(self._keep_gradient_of_step)
         for i in self.store.indexes:
-            parameter = self.store.parameters[i]
             if self.store.frozen(i):
                 continue
-            # a load broadcasts tied parameters between stages, and torch then drops hooks of the other kind
-            if i in self._reduced_late:
-                parameter.register_post_accumulate_grad_hook(functools.partial(keep, i))
-            else:
-                parameter.register_hook(functools.partial(self._reduce_dense_gradient, i))
+            finish = self._keep_gradient_of_step if i in self._reduced_late else self._reduce_dense_gradient
+            # this kind of hook does not run in torch.autograd.grad, and stays when a load broadcasts tied parameters; a
+            # strong reference would keep the engine in memory, because Python's collector does not see these hooks
+            self.store.parameters[i].register_post_accumulate_grad_hook(functools.partial(_weakly(finish), i))
         zero_shards.watch_losses(self.engine, _weakly(self._begin_backward))
         zero_shards.around_passes(self.engine, _weakly(self._around_pass))
         zero_shards.on_zero_grad(self.engine, _weakly(self._leave_out))
@@ -167,26 +163,26 @@ class CompactTopology(Topology):
             gradient: of the matrix, or of some of its rows.
             rows: which these are; None if it is of the matrix.
         """
-        shape = self.store.slices[i].shape
-        if i not in self._uses:
-            self._uses[i] = gradient.reshape(-1) if rows is None else gradient.new_zeros(math.prod(shape))
+        shape, key = self.store.slices[i].shape, (i, _backward_pass())
+        if key not in self._uses:
+            self._uses[key] = gradient.reshape(-1) if rows is None else gradient.new_zeros(math.prod(shape))
             if rows is None:
                 return
         if rows is None:
-            self._uses[i].add_(gradient.reshape(-1))
+            self._uses[key].add_(gradient.reshape(-1))
         else:
-            self._uses[i].view(shape).index_add_(0, rows, gradient)
+            self._uses[key].view(shape).index_add_(0, rows, gradient)
 
     def _reduce_dense_gradient(self, i: int, _: Tensor) -> None:
         """One reduction per layer and micro-batch, when its values have their gradient; then only a slice is kept."""
-        whole = self._uses.pop(i, None)
+        whole = self._uses.pop((i, _backward_pass()), None)
         if whole is not None:
             mine = self.store.reduced(i, whole)
             self.dense_gradients[i] = self.dense_gradients[i].add_(mine) if i in self.dense_gradients else mine
 
     def _keep_gradient_of_step(self, i: int, _: Tensor) -> None:
         """Ranks may use different layers, and stages of a pipeline compute a micro-batch at different times."""
-        whole = self._uses.pop(i, None)
+        whole = self._uses.pop((i, _backward_pass()), None)
         if whole is not None:
             self._kept[i] = self._kept[i].add_(whole) if i in self._kept else whole
 
@@ -377,6 +373,11 @@ class _Grown:
     """The mean square of the layer's gradients."""
     gradient: Tensor | None
     """This rank's slice of the gradient of the whole matrix, if it was computed."""
+
+
+def _backward_pass() -> int:
+    """Return the number of the backward pass, or call of `torch.autograd.grad`, that runs this."""
+    return int(torch._C._current_graph_task_id())
 
 
 def _weakly(method: Callable[..., Any]) -> Callable[..., Any]:

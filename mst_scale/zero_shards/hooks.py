@@ -30,6 +30,7 @@ from mst_scale.zero_shards import (
     powers,
     same_optimizer,
     saving,
+    start,
     step,
     supported,
     unused_layers,
@@ -130,6 +131,14 @@ HOOKS = (
         lambda engine, _: step.scale_plain_loss(engine),
     ),
     Hook(
+        "own ranks",
+        "engine.buffered_allreduce_fallback",
+        "without ZeRO, gradients are reduced over the ranks of the last mpu in the process, even another engine's",
+        "0.19",
+        lambda engine, _: engine.zero_optimization_stage() < 2,  # BF16_Optimizer reduces so at stage 1, too
+        lambda engine, _: start.keep_mpu(engine),
+    ),
+    Hook(
         "powers of beta",
         "the optimizer's step hooks",
         "Adam's CPU kernels update powers of β by multiplication, but use pow after a load: the last bit may differ",
@@ -195,10 +204,12 @@ HOOKS = (
     ),
     Hook(
         "backward passes",
-        "engine._backward_epilogue and _take_model_step, optimizer.clear_backward_seen_flag, zero_grad of both",
-        "a second backward pass replaces the gradient of the first, at stage 3 if no forward pass came in between",
+        "engine.buffered_allreduce_fallback, _backward_epilogue and _take_model_step; zero_grad of engine, optimizer "
+        "and module; optimizer.independent_gradient_partition_epilogue and clear_backward_seen_flag",
+        "a second backward pass replaces the gradient of the first, at stage 3 if no forward pass came in between, or "
+        "reduces it again, at stage 0; engine.no_sync reduces gradients if communication overlaps",
         "0.19.8",
-        lambda engine, follower: follower.follows_steps and backward_passes.loses_gradients(engine),
+        lambda engine, follower: follower.follows_steps and backward_passes.changes_gradients(engine),
         lambda engine, _: backward_passes.reject_second_pass(engine),
     ),
     Hook(

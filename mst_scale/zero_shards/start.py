@@ -120,3 +120,17 @@ def at_first_call(compiles: Callable[..., Any]) -> Callable[..., Any]:
 def forget_mpu() -> None:
     """Let the next engine have no model-parallel unit; DeepSpeed would take that of an earlier engine."""
     groups.mpu = None
+
+
+def keep_mpu(engine: Any) -> None:
+    """Reduce the engine's gradients over the ranks of its own model-parallel unit, whichever engine was made last."""
+    inner, own = engine.buffered_allreduce_fallback, groups.mpu
+
+    def reduce(*args: Any, **named: Any) -> None:
+        others, groups.mpu = groups.mpu, own
+        try:
+            inner(*args, **named)
+        finally:
+            groups.mpu = others
+
+    engine.buffered_allreduce_fallback = reduce

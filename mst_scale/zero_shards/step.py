@@ -13,6 +13,7 @@ from typing import Any
 import deepspeed.comm as ds_comm
 import torch
 from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime.zero.stage_1_and_2 import INITIAL_MICRO_STEP_ID
 
 from mst_scale.errors import UserError
 from mst_scale.zero_shards.logical import is_cut, is_empty
@@ -116,12 +117,14 @@ def has_gradients(engine: Any) -> bool:
     zero, stage = engine.optimizer, engine.zero_optimization_stage()
     if type(zero).__name__ == "BF16_Optimizer":  # of dense runs, which keeps them elsewhere
         return True
+    trained = [p for p in engine.module.parameters() if p.requires_grad]
     if stage == 0:
-        trained = [p for p in engine.module.parameters() if p.requires_grad]
         return not trained or any(p.grad is not None for p in trained)
     if stage == 3:
         return bool(zero._epilogue_ran_this_backward or zero.micro_step_id > 0)
-    return bool(zero.cpu_offload) or any(found is not None for found in zero.averaged_gradients.values())
+    if zero.cpu_offload:  # a micro-batch has begun, and the end of its backward pass has reduced what is left
+        return not trained or (zero.micro_step_id > INITIAL_MICRO_STEP_ID and not zero.ready_for_gradients)
+    return any(found is not None for found in zero.averaged_gradients.values())
 
 
 def watch_losses(engine: Any, see: Callable[[torch.Tensor, bool], None]) -> None:

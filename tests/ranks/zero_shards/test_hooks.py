@@ -28,7 +28,7 @@ def of(model, stage, world, precision="fp32", **extra):
 
 def test_the_list_is_in_order_and_for_this_deepspeed():
     assert [hook.name for hook in HOOKS] == [
-        "plain step", "norm in float64", "plain loss", "powers of beta", "padding", "parts of sequences",
+        "plain step", "norm in float64", "plain loss", "own ranks", "powers of beta", "padding", "parts of sequences",
         "own entries", "scheduler", "handover", "universal checkpoints", "step", "backward passes", "unused layers",
         "before update", "held update", "muon's dtype", "muon", "update", "earlier saves", "checkpoints",
         "weights alone", "consolidated weights", "layout", "same optimizer", "loads in steps", "loading",
@@ -69,8 +69,8 @@ DENSE = [*LOADS, "earlier saves", "weights alone", "same optimizer"]
 @pytest.mark.parametrize(
     ("stage", "precision", "method", "names"),
     [
-        (0, "fp32", "dense", ["plain step", "powers of beta", *DENSE]),
-        (0, "fp16", "mst", ["plain loss", "powers of beta", *SPARSE]),
+        (0, "fp32", "dense", ["plain step", "own ranks", "powers of beta", *DENSE]),
+        (0, "fp16", "mst", ["plain loss", "own ranks", "powers of beta", *SPARSE]),
         (2, "bf16", "mst", ["powers of beta", *SPARSE[:5], "backward passes", *SPARSE[5:]]),
     ],
 )
@@ -154,6 +154,19 @@ def test_plain_loss():
     assert ratio == pytest.approx(1.0, rel=0.05), "DeepSpeed has begun to scale the loss at stage 0 by itself"
 
 
+def gradient_beside_a_mesh(rank, world):
+    engine = of(toy(), 0, world)
+    deepspeed.utils.groups.mpu = cut_models.built({"tensor": 2, "sequence": 1, "pipeline": 1})[0]
+    engine.backward(engine(*toy_batch(0, rank)))
+    deepspeed.utils.groups.mpu = None
+    return engine.module.up.weight.grad
+
+
+def test_own_ranks():
+    first, second = pool.run(gradient_beside_a_mesh, 2)
+    assert not torch.equal(first, second), "each rank's own gradient: the mesh has no other replica"
+
+
 def order_of_events(rank, world, stage, accumulation, overflow):
     """What of a bare engine's step comes when: our hooks' places, clipping, the copy into what the forward reads."""
     engine = of(toy(), stage, world, "bf16" if stage else "fp32", accumulation=accumulation)
@@ -204,6 +217,19 @@ def of_two_passes(rank, world, stage, offload, apart):
 def test_backward_passes(stage, offload, apart):
     both, second = pool.run(of_two_passes, 1, stage, offload, apart)[0]
     assert (both == second) == (stage < 3 or not apart), "the second pass replaces the first"
+
+
+def passes_without_zero(rank, world):
+    """Two backward passes of ones, of which DeepSpeed sums the gradients of two ranks."""
+    model = torch.nn.Linear(1, 1, bias=False)
+    engine = of(model, 0, world, gradient_allreduce_op="sum")
+    for _ in range(2):
+        engine.backward(engine(torch.ones(1, 1)).sum())
+    return float(model.weight.grad)
+
+
+def test_backward_passes_without_zero():
+    assert pool.run(passes_without_zero, 2) == [6.0] * 2, "that of the first pass twice, as 2 · 2 + 2"
 
 
 def kernels_of(rank, world, offload):
