@@ -21,6 +21,7 @@ handover      hands them from one engine to the next in the same process, and fr
 muon          Muon in one place at every stage
 powers        Adam's powers of its betas on a CPU, from the count of updates alone
 backward_passes rejects a backward pass that would replace the gradient of another one, and loads within a step
+tied_gradients one gradient of a tied parameter on all stages of a pipeline that hold it
 unused_layers a gradient of zero for parameters that a step does not use, at stage 3 and with offload
 optimizer_checks an optimizer that DeepSpeed or torch would reject with a traceback
 adagrad       keeps Adagrad's parameter groups, which DeepSpeed drops at stages 1 to 3, and only the states of masters
