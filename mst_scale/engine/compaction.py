@@ -24,7 +24,7 @@ from mst_scale.config import Experiment
 from mst_scale.config.compact import why_not_compact
 from mst_scale.config.deepspeed import precision_of
 from mst_scale.engine.compact_linear import compact_embedding, compact_linear
-from mst_scale.engine.initial_masks import GivenMasks, depends_on_weights
+from mst_scale.engine.initial_masks import GivenMasks, check_ties, depends_on_weights
 from mst_scale.engine.targets import choose_targets
 from mst_scale.errors import UserError
 from mst_scale.mixed_growing import evolve, packed_bits
@@ -175,20 +175,8 @@ def _convert(
                 module.head_product = _Head(index)
                 if hasattr(module, "head_loss"):
                     module.head_loss = module.head_product.loss
-    _check_ties(stages.all(digests))
+    check_ties(stages.differing(digests))
     return made
-
-
-def _check_ties(digests: list[dict[str, str]]) -> None:
-    """Check that stages of a pipeline have the same active weights of a matrix that they share."""
-    known: dict[str, str] = {}
-    for of_stage in digests:
-        for name, digest in of_stage.items():
-            if known.setdefault(name, digest) != digest:
-                raise UserError(
-                    f"{name} is tied between stages of the pipeline, and its first masks would differ there: give all "
-                    "stages the same weights, or set mst.compute.compact to off"
-                )
 
 
 class _FirstPositions:

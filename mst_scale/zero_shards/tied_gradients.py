@@ -42,7 +42,7 @@ def equalize_tied_gradients(engine: Any) -> None:
             own, gradient = store.slices[i], store.gradient(i)
             if gradient is None:  # the loss does not depend on it
                 continue
-            whole = torch.zeros(parameter.numel(), dtype=gradient.dtype, device=engine.device)
+            whole = torch.zeros(parameter.numel(), device=engine.device)  # float32 on every rank, which is exact
             whole[own.start : own.start + own.length] = gradient
             if store.group is not None:
                 collectives.all_reduce(whole, group=store.group)
