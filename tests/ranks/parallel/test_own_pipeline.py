@@ -90,3 +90,44 @@ def test_checkpoints_can_be_read_and_converted(stage: int, stages: int, tmp_path
         assert found.shapes.keys() == expected.keys() and len(expected) == 8
         for name, weight in expected.items():
             assert torch.equal(found.read(name), weight)
+
+
+def attempted(rank: int, world: int, case: str, method: str) -> str:
+    """What is said of a pipeline, or a mesh of stages, that would not train as intended."""
+    import deepspeed
+    from deepspeed.pipe import PipelineModule, TiedLayerSpec
+
+    import mst_scale
+    from mst_scale.comm import Mesh, ParallelDims
+
+    deepspeed.init_distributed(verbose=False)
+    raw = config(Layout(stage=1), Recipe(of=12))
+    raw["mst"] = {"method": method, "attention": {"pattern": "dense"}}
+    model, given = stack(2), {}
+    if case == "mpu":
+        given = {"mpu": Mesh(ParallelDims())}
+    elif case == "mesh of stages":
+        model, given = nn.Sequential(nn.Linear(WIDTH, WIDTH)), {"mpu": Mesh(ParallelDims(pipeline=2))}
+    elif case == "unmanaged":
+        raw["managed_gradient_accumulation"] = False
+    elif case == "tied":
+        raw["data_types"] = {"grad_accum_dtype": "bf16"}
+        layers = [TiedLayerSpec("tie", nn.Linear, WIDTH, WIDTH) for _ in range(2)]
+        model = PipelineModule(layers, num_stages=2, loss_fn=nn.MSELoss(), partition_method="uniform")
+    try:
+        mst_scale.initialize(model=model, config=raw, **given)
+    except ValueError as error:
+        return str(error)
+    return "was not rejected"
+
+
+@pytest.mark.parametrize("method", ["dense", "mst"])
+@pytest.mark.parametrize(("case", "line"), [
+    ("mpu", "mpu does not work with a PipelineModule"),
+    ("mesh of stages", "the mesh has 2 pipeline stages, but Sequential is not a PipelineModule"),
+    ("unmanaged", "managed_gradient_accumulation = false does not work with a pipeline"),
+    ("tied", "data_types.grad_accum_dtype = bf16 at ZeRO-1 in fp32 does not work with a pipeline that ties weights"),
+])  # fmt: skip
+def test_contradictory_arguments_are_one_line(case: str, line: str, method: str):
+    for said in run(attempted, 2, case, method):
+        assert said.startswith(line) and "\n" not in said
