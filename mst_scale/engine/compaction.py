@@ -36,7 +36,7 @@ from mst_scale.sparse_linear.compact import compact_cross_entropy
 from mst_scale.sparse_linear.compact_index import CompactIndex
 from mst_scale.sparse_linear.layers import stored_across
 from mst_scale.sparse_linear.replaced import replace_forward
-from mst_scale.zero_shards import indexes_of, mark, mark_model, shape_of
+from mst_scale.zero_shards import indexes_of, mark, mark_model, shape_of, stages_of
 
 # In evaluation they pass weights of their layers to kernels.
 FUSED = (nn.TransformerEncoderLayer, nn.MultiheadAttention)
@@ -61,12 +61,10 @@ def make_compact(
     """
     if experiment.mst.compute.compact == "off" or experiment.mst.stays_dense:
         return parameters
-    stages = Stages(model.mpu().get_pipe_parallel_group() if isinstance(model, PipelineModule) else None)
+    stages = stages_of(model)
     reason = _why_dense_here(optimizer, model, others) or why_not_compact(experiment)
     if reason is None:
-        targets = stages.agree(
-            lambda: choose_targets(model, experiment.mst.targets, frozen=experiment.mst.masks is not None)
-        )
+        targets = choose_targets(model, experiment.mst.targets, frozen=experiment.mst.masks is not None)
         why = next((why for name, p in targets.items() if (why := _why_layer_stays(model, name, p))), None)
         reason = next((of_stage for of_stage in stages.all(why) if of_stage is not None), None)
     if reason is not None and experiment.trains is not None:

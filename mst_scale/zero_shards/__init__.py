@@ -50,6 +50,7 @@ from mst_scale.zero_shards.groups import (
     sequences_a_step,
     stage_count,
     stage_number,
+    stages_of,
     tensor_slices,
 )
 from mst_scale.zero_shards.handover import Handover, is_freed, release

@@ -131,3 +131,40 @@ def attempted(rank: int, world: int, case: str, method: str) -> str:
 def test_contradictory_arguments_are_one_line(case: str, line: str, method: str):
     for said in run(attempted, 2, case, method):
         assert said.startswith(line) and "\n" not in said
+
+
+def chosen(rank: int, world: int, targets: dict[str, Any], frozen: list[int]) -> list[str] | str:
+    """The targets of all stages, or what is said of them."""
+    import deepspeed
+
+    import mst_scale
+
+    deepspeed.init_distributed(verbose=False)
+    raw = config(Layout(stage=1), Recipe(of=12, mst={"targets": targets, "attention": {"pattern": "dense"}}))
+    model = stack(2)
+    for layer in frozen:
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(parameter.requires_grad and name != f"{layer}.weight")
+    try:
+        engine: Any = mst_scale.initialize(model=model, config=raw)[0]
+    except ValueError as error:
+        return str(error)
+    return list(engine.mst.densities())
+
+
+@pytest.mark.parametrize(("targets", "frozen", "names"), [
+    ({"include": ["0.*", "1.*"]}, [], [0, 1]),
+    ({"include": ["0.*", "3.*"], "exclude": ["3.weight"]}, [], [0]),
+    ({}, [0, 1], [2, 3]),
+])  # fmt: skip
+def test_targets_are_chosen_among_those_of_all_stages(targets: dict[str, Any], frozen: list[int], names: list[int]):
+    assert run(chosen, 2, targets, frozen) == [[f"{i}.weight" for i in names]] * 2
+
+
+@pytest.mark.parametrize(("targets", "frozen", "line"), [
+    ({"include": ["7.*"]}, [], "'7.*' matches no parameter"),
+    ({}, [0, 1, 2, 3], "all 4 matrices that could be sparse are frozen"),
+])  # fmt: skip
+def test_all_stages_say_what_is_wrong_with_targets(targets: dict[str, Any], frozen: list[int], line: str):
+    first, last = run(chosen, 2, targets, frozen)
+    assert first == last and line in first
