@@ -219,6 +219,8 @@ def _reject_unread_sizes(model: torch.nn.Module, experiment: Experiment, others:
         )
     if sizes.tensor > 1:
         zero_shards.check_cuttable(model, experiment.deepspeed, sizes.tensor)
+    if sizes.tensor > 1 and not experiment.mst.stays_dense:
+        zero_shards.check_no_shared_dropout(model, sizes.tensor)
     if sizes.pipeline > 1 and not isinstance(model, deepspeed.PipelineModule):
         raise UserError(
             f"{KEYS['pipeline']} = {sizes.pipeline} requires a PipelineModule as model: pass one, such as "

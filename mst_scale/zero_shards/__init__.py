@@ -39,7 +39,13 @@ universal     DeepSpeed's universal layout, for every stage
 # ruff: noqa: F401 (the names that other packages use)
 
 from mst_scale.zero_shards.adagrad import keeping_groups
-from mst_scale.zero_shards.autotp import FORWARDS, asserted_of_cutting, check_cuttable, is_linear
+from mst_scale.zero_shards.autotp import (
+    FORWARDS,
+    asserted_of_cutting,
+    check_cuttable,
+    check_no_shared_dropout,
+    is_linear,
+)
 from mst_scale.zero_shards.backward_passes import check_no_step_under_way
 from mst_scale.zero_shards.byte_counts import comm_bytes, state_bytes
 from mst_scale.zero_shards.compact_marks import index_of, indexes_of, is_compact, mark, mark_model
