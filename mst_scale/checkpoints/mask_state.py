@@ -75,6 +75,10 @@ class MaskState:
         """Return the digest of every mask of the model, in the order of layers (collective)."""
         return self.stages.joined(dict(zip(self.masks.names, self.digests, strict=True)))
 
+    def differing_ties(self) -> list[str]:
+        """Return the names of tied matrices whose masks differ between stages of a pipeline (collective)."""
+        return self.stages.differing(dict(zip(self.masks.names, self.digests, strict=True)))
+
     def number_files(self) -> tuple[int, int | None]:
         """Return how many ranks write a mask file, and this rank's number among them or None (collective)."""
         writes = self.everyone.all(self.writes)

@@ -147,6 +147,12 @@ class Stages(Exchange):
         """Return the entries of all stages, in layer order. A tied layer is in two stages, with the same value."""
         return {name: value for known in self.all(dict(mine)) for name, value in known.items()}
 
+    def differing(self, mine: Mapping[str, T]) -> list[str]:
+        """Return the names of tied layers whose entries differ between stages."""
+        everywhere = self.all(dict(mine))
+        of_any = {name: value for known in everywhere for name, value in known.items()}
+        return [name for name in of_any if any(known.get(name, of_any[name]) != of_any[name] for known in everywhere)]
+
     def added(self, mine: Mapping[str, tuple[int, int]]) -> dict[str, tuple[int, int]]:
         """Return the element-wise sums over stages of pairs of counts."""
         total: dict[str, tuple[int, int]] = {}

@@ -11,6 +11,7 @@ from typing import Any
 
 from mst_scale.comm import ParallelDims
 from mst_scale.config.blocks import Experiment, ModelConfig
+from mst_scale.config.deepspeed import precision_of
 from mst_scale.config.method import MSTConfig
 from mst_scale.errors import UserError, format_value
 
@@ -62,7 +63,7 @@ def check_parallel(experiment: Experiment) -> None:
         raise UserError(reason)
     check_divisible(experiment.model, sizes)
     if sizes.pipeline > 1:
-        check_pipeline(experiment.deepspeed)
+        check_pipeline(experiment.deepspeed, tied=experiment.model.tied_head)
 
 
 def describe_conflict(experiment: Experiment, sizes: ParallelDims) -> str | None:
@@ -144,8 +145,12 @@ def check_divisible(model: ModelConfig, sizes: ParallelDims) -> None:
         raise UserError(f"{stages} does not work with {KEYS['sequence']} = {sizes.sequence}: set one of them to 1")
 
 
-def check_pipeline(deepspeed: Mapping[str, Any]) -> None:
+def check_pipeline(deepspeed: Mapping[str, Any], tied: bool) -> None:
     """Check for keys that DeepSpeed's pipeline engine does not support or handles differently.
+
+    Args:
+        deepspeed: the config.
+        tied: whether stages share weights.
 
     Raises:
         UserError: for the first such key.
@@ -163,6 +168,18 @@ def check_pipeline(deepspeed: Mapping[str, Any]) -> None:
                 f"{low} without ZeRO does not work with a pipeline, as DeepSpeed {why}: set "
                 "zero_optimization.stage to 1"
             )
+    precision, kind = precision_of(deepspeed), (deepspeed.get("data_types") or {}).get("grad_accum_dtype")
+    kept_whole = precision == "bf16" and kind == "fp32"  # by another optimizer, which dense runs may use
+    if tied and stage == 1 and kind not in (None, precision) and not kept_whole:
+        raise UserError(
+            f"data_types.grad_accum_dtype = {kind} at ZeRO-1 in {precision} does not work with a pipeline that ties "
+            "weights, as DeepSpeed would not add up their gradients over stages: leave it out"
+        )
+    if deepspeed.get("managed_gradient_accumulation") is False:
+        raise UserError(
+            "managed_gradient_accumulation = false does not work with a pipeline, which accumulates micro-batches "
+            "itself: leave it out"
+        )
     profiler = deepspeed.get("flops_profiler")
     timed = {
         "flops_profiler.enabled": isinstance(profiler, Mapping) and profiler.get("enabled"),

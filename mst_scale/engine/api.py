@@ -13,10 +13,11 @@ from typing import Any
 
 import deepspeed
 import torch
+from deepspeed.pipe import TiedLayerSpec
 from torch.optim.lr_scheduler import LRScheduler
 
 from mst_scale import zero_shards
-from mst_scale.comm import complete_environment, logger, own_loops, speak, under_mpi
+from mst_scale.comm import Mesh, complete_environment, logger, own_loops, speak, under_mpi
 from mst_scale.comm.ranks import select_device
 from mst_scale.compiled.first_use import announced
 from mst_scale.config import RECIPES, Experiment, MSTConfig, describe_unread, load, overridden_in_recipe, read, states
@@ -140,8 +141,10 @@ def _check_arguments(model: torch.nn.Module, optimizer: Any, experiment: Experim
     """Reject a model, an optimizer or other arguments that this config cannot train with."""
     zero_shards.check_precision(precision_of(experiment.deepspeed))
     _reject_unread_sizes(model, experiment, others)
+    _reject_mpu_of_stages(model, others.get("mpu"))
     if isinstance(model, deepspeed.PipelineModule):
-        check_pipeline(experiment.deepspeed)
+        shared = any(isinstance(spec, TiedLayerSpec) for spec in model._layer_specs)
+        check_pipeline(experiment.deepspeed, tied=shared and model.num_stages > 1)
     if not experiment.mst.stays_dense or experiment.mst.function is not None:
         zero_shards.check_arguments(model, **others)
     if zero_shards.is_compact(model):
@@ -218,6 +221,8 @@ def _reject_unread_sizes(model: torch.nn.Module, experiment: Experiment, others:
         )
     if sizes.tensor > 1:
         zero_shards.check_cuttable(model, experiment.deepspeed, sizes.tensor)
+    if sizes.tensor > 1 and not experiment.mst.stays_dense:
+        zero_shards.check_no_shared_dropout(model, sizes.tensor)
     if sizes.pipeline > 1 and not isinstance(model, deepspeed.PipelineModule):
         raise UserError(
             f"{KEYS['pipeline']} = {sizes.pipeline} requires a PipelineModule as model: pass one, such as "
@@ -227,6 +232,21 @@ def _reject_unread_sizes(model: torch.nn.Module, experiment: Experiment, others:
         raise UserError(
             f"{KEYS['sequence']} = {sizes.sequence} requires an mpu, or DeepSpeed would not reduce all gradients: pass "
             f"mpu=mst_scale.comm.Mesh(ParallelDims(sequence={sizes.sequence})), or use mst_scale.pretrain"
+        )
+
+
+def _reject_mpu_of_stages(model: torch.nn.Module, mpu: Any) -> None:
+    """Reject an mpu of a PipelineModule, and a mesh with stages of another model, whose ranks would not be connected.
+
+    Raises:
+        UserError: in both cases, also with method dense.
+    """
+    if isinstance(model, deepspeed.PipelineModule) and mpu is not None:
+        raise UserError("mpu does not work with a PipelineModule, which makes its own groups of ranks: leave mpu out")
+    if not isinstance(model, deepspeed.PipelineModule) and isinstance(mpu, Mesh) and mpu.sizes.pipeline > 1:
+        raise UserError(
+            f"the mesh has {mpu.sizes.pipeline} pipeline stages, but {type(model).__name__} is not a PipelineModule: "
+            "pass PipelinedGPT(config, mesh) without mpu, or leave pipeline out of the mesh"
         )
 
 

@@ -25,7 +25,7 @@ from mst_scale.config import Experiment
 from mst_scale.config.compact import why_not_compact
 from mst_scale.config.deepspeed import precision_of
 from mst_scale.engine.compact_linear import compact_embedding, compact_linear
-from mst_scale.engine.initial_masks import GivenMasks, depends_on_weights
+from mst_scale.engine.initial_masks import GivenMasks, check_ties, depends_on_weights
 from mst_scale.engine.targets import choose_targets
 from mst_scale.errors import UserError
 from mst_scale.mixed_growing import evolve, packed_bits
@@ -37,7 +37,7 @@ from mst_scale.sparse_linear.compact import compact_cross_entropy
 from mst_scale.sparse_linear.compact_index import CompactIndex
 from mst_scale.sparse_linear.layers import stored_across
 from mst_scale.sparse_linear.replaced import replace_forward
-from mst_scale.zero_shards import indexes_of, mark, mark_model, shape_of
+from mst_scale.zero_shards import indexes_of, mark, mark_model, shape_of, stages_of
 
 # In evaluation they pass weights of their layers to kernels.
 FUSED = (nn.TransformerEncoderLayer, nn.MultiheadAttention)
@@ -62,12 +62,10 @@ def make_compact(
     """
     if experiment.mst.compute.compact == "off" or experiment.mst.stays_dense:
         return parameters
-    stages = Stages(model.mpu().get_pipe_parallel_group() if isinstance(model, PipelineModule) else None)
+    stages = stages_of(model)
     reason = _why_dense_here(optimizer, model, others) or why_not_compact(experiment)
     if reason is None:
-        targets = stages.agree(
-            lambda: choose_targets(model, experiment.mst.targets, frozen=experiment.mst.masks is not None)
-        )
+        targets = choose_targets(model, experiment.mst.targets, frozen=experiment.mst.masks is not None)
         why = next((why for name, p in targets.items() if (why := _why_layer_stays(model, name, p))), None)
         reason = next((of_stage for of_stage in stages.all(why) if of_stage is not None), None)
     if reason is not None and experiment.trains is not None:
@@ -176,20 +174,8 @@ def _convert(
                 module.head_product = _Head(index)
                 if hasattr(module, "head_loss"):
                     module.head_loss = module.head_product.loss
-    _check_ties(stages.all(digests))
+    check_ties(stages.differing(digests))
     return made
-
-
-def _check_ties(digests: list[dict[str, str]]) -> None:
-    """Check that stages of a pipeline have the same active weights of a matrix that they share."""
-    known: dict[str, str] = {}
-    for of_stage in digests:
-        for name, digest in of_stage.items():
-            if known.setdefault(name, digest) != digest:
-                raise UserError(
-                    f"{name} is tied between stages of the pipeline, and its first masks would differ there: give all "
-                    "stages the same weights, or set mst.compute.compact to off"
-                )
 
 
 class _FirstPositions:

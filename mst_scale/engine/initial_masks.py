@@ -57,6 +57,15 @@ def keep_given(state: MaskState, store: zero_shards.Store, given: GivenMasks) ->
         )
 
 
+def check_ties(differing: Sequence[str]) -> None:
+    """Reject first masks if those of a tied matrix differ between stages of a pipeline; `differing` has its name."""
+    if differing:
+        raise UserError(
+            f"{differing[0]} is tied between stages of the pipeline, and its first masks would differ there: give all "
+            "stages the same weights"
+        )
+
+
 def depends_on_weights(initial: str, given: str | None) -> bool:
     """Return whether the first masks of a run that starts sparse depend on its weights."""
     return initial == "magnitude" if given is None else given == ZEROS

@@ -13,7 +13,7 @@ from mst_scale import zero_shards
 from mst_scale.checkpoints.mask_state import MaskState
 from mst_scale.comm import SharedMistake, logger
 from mst_scale.engine.component import Component
-from mst_scale.engine.initial_masks import GivenMasks, keep_given, make_sparse, zero_inactive
+from mst_scale.engine.initial_masks import GivenMasks, check_ties, keep_given, make_sparse, zero_inactive
 from mst_scale.engine.topology import Topology
 from mst_scale.errors import UserError
 from mst_scale.mixed_growing.blocks import Blocks
@@ -154,6 +154,7 @@ class Masking(Component):
             how = "magnitude" if step else self.initial
             make_sparse(self.state, self.store, self.topology.elements, self.topology.counts(sparsity), how)
         self.state.refresh()
+        check_ties(self.state.differing_ties())
 
     # --- what others read ---
 

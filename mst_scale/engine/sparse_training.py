@@ -123,7 +123,8 @@ class SparseTraining(MST, Follower):
                 "none: choose AdamW, or another policy"
             )
         targets = choose_targets(engine.module, mst.targets, frozen=mst.masks is not None)
-        zero_shards.check_optimized(engine, {name: p for name, p in targets.items() if p.requires_grad})
+        trained = {name: p for name, p in targets.items() if p.requires_grad}
+        zero_shards.stages_of(engine.module).agree(lambda: zero_shards.check_optimized(engine, trained))
         self.store = zero_shards.shards_of(engine, targets)
         groups = zero_shards.groups_of(engine)
         named, of_checks = zero_shards.NamedCollectives("mst"), zero_shards.NamedCollectives("mst_drift")

@@ -10,7 +10,7 @@ from mst_scale.comm import logger
 from mst_scale.config import TargetsConfig
 from mst_scale.engine.adapters import adapters_of
 from mst_scale.errors import UserError
-from mst_scale.zero_shards import TABLES, named_parameters, shape_of
+from mst_scale.zero_shards import TABLES, named_parameters, shape_of, stages_of
 
 BIAS = re.compile(r"(^|[._])bias(_table)?$")
 BARE = re.compile(r"embed|pos_emb|norm", re.IGNORECASE)  # in a parameter's path: of one that no layer multiplies by
@@ -22,11 +22,12 @@ def choose_targets(model: nn.Module, targets: TargetsConfig, frozen: bool = Fals
     Vectors (also those of shape (1, n) or (n, 1, 1)), biases, norms, embeddings and adapters are never included. They
     are recognized by their modules; a parameter that is not a layer's weight, by its name. The head is included if
     `lm_head` is set, even if it is the token embedding. `frozen` includes matrices that are not trained, whose masks
-    are given. Of a pipeline's stage, these are its matrices among those of the whole model.
+    are given. Of a pipeline's stage, these are its matrices among those of the whole model: a model that does not say
+    what that is (`whole_model`) joins the names of all stages (collective), so that all of them raise the same error.
     """
     if (whole_model := getattr(model, "whole_model", None)) is not None:
-        names = choose_targets(whole_model(), targets, frozen)
-        return {name: p for name, p in named_parameters(model) if name in names}
+        chosen = choose_targets(whole_model(), targets, frozen)
+        return {name: p for name, p in named_parameters(model) if name in chosen}
     head = head_of(model)
     if not hasattr(model, "get_output_embeddings") and not targets.lm_head:
         logger.info(
@@ -45,15 +46,16 @@ def choose_targets(model: nn.Module, targets: TargetsConfig, frozen: bool = Fals
         if not BIAS.search(name) and (id(p) in layers or not BARE.search(name))
         if (targets.lm_head if p is head else id(p) not in embeddings)
     }
-    matrices = {name: p for name, p in all_matrices.items() if p.requires_grad or frozen}
-    if all_matrices and not matrices:
+    trained = stages_of(model).joined({name: p.requires_grad for name, p in all_matrices.items()})
+    names = [name for name, is_trained in trained.items() if is_trained or frozen]
+    if trained and not names:
         raise UserError(
-            f"all {len(all_matrices)} matrices that could be sparse are frozen (adapters are never sparse): use method "
+            f"all {len(trained)} matrices that could be sparse are frozen (adapters are never sparse): use method "
             "fixed, which keeps the zeros of frozen weights, or unfreeze the weights"
         )
     if adapters:
         logger.info("%d parameters belong to adapters, which are never sparse", len(adapters))
-    return {name: matrices[name] for name in targets.choose(matrices)}
+    return {name: all_matrices[name] for name in targets.choose(names) if name in all_matrices}
 
 
 def head_of(model: nn.Module) -> nn.Parameter | None:

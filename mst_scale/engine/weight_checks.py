@@ -24,7 +24,10 @@ FIRST = 3  # updates of a run that are checked
 
 
 class DriftChecks(Component):
-    """Checks every `mst.topology.check_every` steps that no mask has changed since the last topology step."""
+    """Checks every `mst.topology.check_every` steps that no mask has changed since the last topology step.
+
+    After each topology step, the stages of a pipeline must have the same mask of a tied matrix.
+    """
 
     def __init__(self, engine: Any, state: MaskState, same_layers: Exchange, every: int):
         self.engine, self.state, self.every = engine, state, every
@@ -36,7 +39,13 @@ class DriftChecks(Component):
         return bool(self.every and step % self.every == 0)
 
     def after_step(self, updated: bool) -> None:
-        if self.is_due(int(self.engine.global_steps)) and not self.state.dense:
+        step = int(self.engine.global_steps)
+        if updated and self.state.changed_at == step and (differing := self.state.differing_ties()):
+            raise RuntimeError(
+                f"the mask of {differing[0]} differs between stages of the pipeline after step {step}. Resume from the "
+                "last checkpoint"
+            )
+        if self.is_due(step) and not self.state.dense:
             self.check()
 
     def check(self) -> None:

@@ -21,6 +21,7 @@ handover      hands them from one engine to the next in the same process, and fr
 muon          Muon in one place at every stage
 powers        Adam's powers of its betas on a CPU, from the count of updates alone
 backward_passes rejects a backward pass that would replace the gradient of another one, and loads within a step
+tied_gradients one gradient of a tied parameter on all stages of a pipeline that hold it
 unused_layers a gradient of zero for parameters that a step does not use, at stage 3 and with offload
 optimizer_checks an optimizer that DeepSpeed or torch would reject with a traceback
 adagrad       keeps Adagrad's parameter groups, which DeepSpeed drops at stages 1 to 3, and only the states of masters
@@ -38,7 +39,13 @@ universal     DeepSpeed's universal layout, for every stage
 # ruff: noqa: F401 (the names that other packages use)
 
 from mst_scale.zero_shards.adagrad import keeping_groups
-from mst_scale.zero_shards.autotp import FORWARDS, asserted_of_cutting, check_cuttable, is_linear
+from mst_scale.zero_shards.autotp import (
+    FORWARDS,
+    asserted_of_cutting,
+    check_cuttable,
+    check_no_shared_dropout,
+    is_linear,
+)
 from mst_scale.zero_shards.backward_passes import check_no_step_under_way
 from mst_scale.zero_shards.byte_counts import comm_bytes, state_bytes
 from mst_scale.zero_shards.compact_marks import index_of, indexes_of, is_compact, mark, mark_model
@@ -49,6 +56,7 @@ from mst_scale.zero_shards.groups import (
     sequences_a_step,
     stage_count,
     stage_number,
+    stages_of,
     tensor_slices,
 )
 from mst_scale.zero_shards.handover import Handover, is_freed, release

@@ -73,6 +73,23 @@ def check_cuttable(model: nn.Module, deepspeed: Mapping[str, Any], size: int) ->
         )
 
 
+def check_no_shared_dropout(model: nn.Module, size: int) -> None:
+    """Reject dropout of activations that all ranks hold: their random states may differ, so weights would diverge.
+
+    Models of transformers name it in their config; some call a function and have no module for it (classifiers have).
+    In attention, each rank has heads of its own.
+    """
+    named = getattr(getattr(model, "config", None), "__dict__", {})
+    rates = {f"config.{key}": value for key, value in named.items() if "drop" in key and "classifier" not in key}
+    rates |= {f"{name}.p": m.p for name, m in model.named_modules() if isinstance(m, nn.Dropout)}
+    for key, rate in rates.items():
+        if isinstance(rate, int | float) and rate > 0 and "att" not in key:
+            raise UserError(
+                f"{key} = {rate} does not work with {KEY} = {size}: ranks would drop different values of the "
+                "activations that they share, so their weights would diverge: set it to 0"
+            )
+
+
 @contextmanager
 def asserted_of_cutting(model: nn.Module, size: int) -> Iterator[None]:
     """Turn DeepSpeed's assertions about a model that it cannot split into one-line errors."""

@@ -26,6 +26,7 @@ from mst_scale.zero_shards.dense_store import DenseStore, dense_store
 from mst_scale.zero_shards.groups import groups_of, tied_groups
 from mst_scale.zero_shards.step import NamedCollectives
 from mst_scale.zero_shards.supported import check_engine
+from mst_scale.zero_shards.tied_gradients import take_first_stages
 
 
 class CompactStore:
@@ -190,7 +191,8 @@ class CompactStore:
         """Return this rank's slice, in float32, of a dense gradient: its mean or sum over sequences (collective).
 
         The parts of one sequence add up, as in the gradients that DeepSpeed reduces. So do the gradients of the stages
-        that hold a tied matrix, before the mean is taken; `gradient` then has their sum.
+        that hold a tied matrix, before the mean is taken; `gradient` then has their sum. All of them get the
+        mean of the first one, bit for bit.
         """
         part = self.slices[i]
         if i in self.tied:
@@ -200,9 +202,18 @@ class CompactStore:
         if ranks == 1:
             return gradient[part.start : part.start + part.length].to(torch.float32, copy=True)
         if self.group is None:
-            whole = gradient / sequences
-            self.collectives.all_reduce(whole, group=self.replicas)
-            return whole.to(torch.float32)
+            mine = gradient / sequences
+            self.collectives.all_reduce(mine, group=self.replicas)
+        else:
+            mine = self._scattered(gradient, sequences)
+        mine = mine[: part.length].to(torch.float32)
+        if i in self.tied:
+            take_first_stages(mine, self.tied[i], self.collectives)
+        return mine
+
+    def _scattered(self, gradient: Tensor, sequences: float) -> Tensor:
+        """Return this rank's equal part of the sum of gradients over ranks, divided by `sequences` (collective)."""
+        ranks = ds_comm.get_world_size(self.group)
         each = -(-gradient.numel() // ranks)
         padded = gradient.new_empty(each * ranks)
         padded[gradient.numel() :] = 0
@@ -210,11 +221,10 @@ class CompactStore:
         if torch.distributed.get_backend(self.group) == "gloo":  # its reduce_scatter takes three times as long
             parts = torch.empty_like(padded)
             self.collectives.all_to_all(parts, padded, group=self.group)
-            mine = parts.view(ranks, each).sum(0)
-        else:
-            mine = gradient.new_empty(each)
-            self.collectives.reduce_scatter(mine, padded, group=self.group)
-        return mine[: part.length].to(torch.float32)
+            return parts.view(ranks, each).sum(0)
+        mine = gradient.new_empty(each)
+        self.collectives.reduce_scatter(mine, padded, group=self.group)
+        return mine
 
     def _in_slice(self, i: int, device: torch.device) -> tuple[Tensor, int, int]:
         """Return the index, and the start and end of the part of it in this rank's slice of the matrix."""

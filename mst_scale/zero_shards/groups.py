@@ -8,10 +8,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from deepspeed.pipe import PipelineModule
 from deepspeed.utils.bwc import bwc_tensor_model_parallel_group, bwc_tensor_model_parallel_world_size
 from torch import nn
 
-from mst_scale.comm.exchange import Exchange, Exchanges
+from mst_scale.comm.exchange import Exchange, Exchanges, Stages
 from mst_scale.zero_shards.logical import is_cut
 
 MADE = "mst_groups"  # on the engine: process groups are never freed
@@ -71,6 +72,11 @@ def exchanges_of(
     """Return for each parameter the ranks that share its weights: of one slice, or of all if its layer is split."""
     of_slice, of_all = (Exchange(group, device, through) for group in (groups.zero, groups.slices))
     return Exchanges([of_all if is_cut(p) else of_slice for p in parameters])
+
+
+def stages_of(model: nn.Module) -> Stages:
+    """Return one rank of each stage of a pipeline, or this rank alone for any other model; no engine is needed."""
+    return Stages(model.mpu().get_pipe_parallel_group() if isinstance(model, PipelineModule) else None)
 
 
 def stage_count(engine: Any) -> int:

@@ -33,6 +33,7 @@ from mst_scale.zero_shards import (
     start,
     step,
     supported,
+    tied_gradients,
     unused_layers,
 )
 
@@ -201,6 +202,14 @@ HOOKS = (
         "0.19",
         lambda _, follower: follower.follows_steps,
         lambda engine, follower: step.around_model_step(engine, follower.before_step, follower.after_step),
+    ),
+    Hook(
+        "tied gradients",
+        "engine._take_model_step",
+        "sums over three or more replicas depend on the place in a bucket, which differs between stages of a pipeline",
+        "0.19",
+        lambda engine, follower: follower.masks_weights and tied_gradients.may_differ(engine),
+        lambda engine, _: tied_gradients.equalize_tied_gradients(engine),
     ),
     Hook(
         "backward passes",

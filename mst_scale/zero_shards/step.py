@@ -231,6 +231,7 @@ class NamedCollectives:
 
     def __init__(self, name: str):
         self.all_reduce = functools.partial(ds_comm.all_reduce, log_name=f"{name}_all_reduce")
+        self.broadcast = functools.partial(ds_comm.broadcast, log_name=f"{name}_broadcast")
         self.all_to_all = functools.partial(ds_comm.all_to_all_single, log_name=f"{name}_all_to_all")
         self.reduce_scatter = functools.partial(ds_comm.reduce_scatter_tensor, log_name=f"{name}_reduce_scatter")
 

@@ -339,6 +339,14 @@ def sequences() -> Any:
     return Mesh(ParallelDims(sequence=2))
 
 
+def dropping() -> Any:
+    """A model that AutoTP cuts, with dropout of activations that all ranks hold."""
+    from transformers import PhiConfig, PhiForCausalLM
+
+    sizes = {key: value for key, value in auto_tp.LLAMA.items() if key != "num_key_value_heads"}
+    return PhiForCausalLM(PhiConfig(**sizes, resid_pdrop=0.1, attention_dropout=0.1))
+
+
 def rejected(rank: int, world: int, build: Any, deepspeed: dict[str, Any], mpu: Any) -> str:
     forget_groups()
     raw = config(Cut(1 if mpu is megatron else 2, 1, 0), Recipe(deepspeed=deepspeed))
@@ -367,10 +375,22 @@ MUON = {"optimizer": {"type": "Muon", "params": {"lr": 1e-3}}}
         (llama, BATCH, None, "train_batch_size = 4 and .* set train_micro_batch_size_per_gpu"),
         (llama, {"train_batch_size": 4}, None, "train_batch_size does not fit .* = 2: leave it out"),
         (one_key_head, {"zero_optimization": {"stage": 3}}, None, "without any of the 1 key heads"),
+        (dropping, {}, None, "config.resid_pdrop = 0.1 does not work with tensor_parallel.autotp_size = 2"),
         (llama, {}, sequences, "does not work with an mpu"),
         (llama, {}, megatron, "this mpu does not work with sparse training"),
     ],
-    ids=["gpt2", "multi-query", "own", "muon", "batch", "three-batches", "empty-at-3", "sequences", "megatron"],
+    ids=[
+        "gpt2",
+        "multi-query",
+        "own",
+        "muon",
+        "batch",
+        "three-batches",
+        "empty-at-3",
+        "dropout",
+        "sequences",
+        "megatron",
+    ],
 )
 def test_indivisible_models_are_rejected_in_one_line(build: Any, deepspeed: dict, mpu: Any, line: str):
     for said in run(rejected, 2, build, deepspeed, mpu, seconds=120):

@@ -91,3 +91,81 @@ def test_checkpoints_can_be_read_and_converted(stage: int, stages: int, tmp_path
         assert found.shapes.keys() == expected.keys() and len(expected) == 8
         for name, weight in expected.items():
             assert torch.equal(found.read(name), weight)
+
+
+def attempted(rank: int, world: int, case: str, method: str) -> str:
+    """What is said of a pipeline, or a mesh of stages, that would not train as intended."""
+    import deepspeed
+    from deepspeed.pipe import PipelineModule, TiedLayerSpec
+
+    import mst_scale
+    from mst_scale.comm import Mesh, ParallelDims
+
+    deepspeed.init_distributed(verbose=False)
+    raw = config(Layout(stage=1), Recipe(of=12))
+    raw["mst"] = {"method": method, "attention": {"pattern": "dense"}}
+    model, given = stack(2), {}
+    if case == "mpu":
+        given = {"mpu": Mesh(ParallelDims())}
+    elif case == "mesh of stages":
+        model, given = nn.Sequential(nn.Linear(WIDTH, WIDTH)), {"mpu": Mesh(ParallelDims(pipeline=2))}
+    elif case == "unmanaged":
+        raw["managed_gradient_accumulation"] = False
+    elif case == "tied":
+        raw["data_types"] = {"grad_accum_dtype": "bf16"}
+        layers = [TiedLayerSpec("tie", nn.Linear, WIDTH, WIDTH) for _ in range(2)]
+        model = PipelineModule(layers, num_stages=2, loss_fn=nn.MSELoss(), partition_method="uniform")
+    try:
+        mst_scale.initialize(model=model, config=raw, **given)
+    except ValueError as error:
+        return str(error)
+    return "was not rejected"
+
+
+@pytest.mark.parametrize("method", ["dense", "mst"])
+@pytest.mark.parametrize(("case", "line"), [
+    ("mpu", "mpu does not work with a PipelineModule"),
+    ("mesh of stages", "the mesh has 2 pipeline stages, but Sequential is not a PipelineModule"),
+    ("unmanaged", "managed_gradient_accumulation = false does not work with a pipeline"),
+    ("tied", "data_types.grad_accum_dtype = bf16 at ZeRO-1 in fp32 does not work with a pipeline that ties weights"),
+])  # fmt: skip
+def test_contradictory_arguments_are_one_line(case: str, line: str, method: str):
+    for said in run(attempted, 2, case, method):
+        assert said.startswith(line) and "\n" not in said
+
+
+def chosen(rank: int, world: int, targets: dict[str, Any], frozen: list[int]) -> list[str] | str:
+    """The targets of all stages, or what is said of them."""
+    import deepspeed
+
+    import mst_scale
+
+    deepspeed.init_distributed(verbose=False)
+    raw = config(Layout(stage=1), Recipe(of=12, mst={"targets": targets, "attention": {"pattern": "dense"}}))
+    model = stack(2)
+    for layer in frozen:
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(parameter.requires_grad and name != f"{layer}.weight")
+    try:
+        engine: Any = mst_scale.initialize(model=model, config=raw)[0]
+    except ValueError as error:
+        return str(error)
+    return list(engine.mst.densities())
+
+
+@pytest.mark.parametrize(("targets", "frozen", "names"), [
+    ({"include": ["0.*", "1.*"]}, [], [0, 1]),
+    ({"include": ["0.*", "3.*"], "exclude": ["3.weight"]}, [], [0]),
+    ({}, [0, 1], [2, 3]),
+])  # fmt: skip
+def test_targets_are_chosen_among_those_of_all_stages(targets: dict[str, Any], frozen: list[int], names: list[int]):
+    assert run(chosen, 2, targets, frozen) == [[f"{i}.weight" for i in names]] * 2
+
+
+@pytest.mark.parametrize(("targets", "frozen", "line"), [
+    ({"include": ["7.*"]}, [], "'7.*' matches no parameter"),
+    ({}, [0, 1, 2, 3], "all 4 matrices that could be sparse are frozen"),
+])  # fmt: skip
+def test_all_stages_say_what_is_wrong_with_targets(targets: dict[str, Any], frozen: list[int], line: str):
+    first, last = run(chosen, 2, targets, frozen)
+    assert first == last and line in first

@@ -109,6 +109,11 @@ REFUSED = [
     ({"tensor_parallel": {"autotp_size": "two"}}, "tensor_parallel.autotp_size must be a positive integer, not 'two'"),
     ({"pipeline": {"stages": 2}, "flops_profiler": {"enabled": True}}, "flops_profiler.enabled"),
     ({"pipeline": {"stages": 2}, "wall_clock_breakdown": True}, "wall_clock_breakdown"),
+    ({"pipeline": {"stages": 2}, "managed_gradient_accumulation": False}, "managed_gradient_accumulation = false"),
+    (
+        {"pipeline": {"stages": 2}, "zero_optimization": {"stage": 1}, "data_types": {"grad_accum_dtype": "bf16"}},
+        "grad_accum_dtype = bf16 at ZeRO-1 in fp32 does not work with a pipeline that ties weights",
+    ),
     ({"pipeline": [2]}, "pipeline must be an object, not [2]"),
     ({**MUON, "tensor_parallel": {"autotp_size": 2}, "mst": {"method": "mst"}}, "sparse training with Muon"),
     ({"pipeline": {"stages": 2}, "mst": {"method": "mst"}, "zero_optimization": {"stage": 2}}, "pipeline.stages = 2"),
