@@ -29,9 +29,9 @@ def of(model, stage, world, precision="fp32", **extra):
 def test_the_list_is_in_order_and_for_this_deepspeed():
     assert [hook.name for hook in HOOKS] == [
         "plain step", "norm in float64", "plain loss", "own ranks", "powers of beta", "padding", "parts of sequences",
-        "own entries", "scheduler", "handover", "universal checkpoints", "step", "tied gradients", "backward passes", "unused layers",
-        "before update", "held update", "muon's dtype", "muon", "update", "earlier saves", "checkpoints",
-        "weights alone", "consolidated weights", "layout", "same optimizer", "loads in steps", "loading",
+        "own entries", "scheduler", "handover", "universal checkpoints", "step", "tied gradients", "backward passes",
+        "unused layers", "before update", "held update", "muon's dtype", "muon", "update", "earlier saves",
+        "checkpoints", "weights alone", "consolidated weights", "layout", "same optimizer", "loads in steps", "loading",
     ]  # fmt: skip
     first, below = map(Version, start.SUPPORTED_DEEPSPEED)
     for hook in HOOKS:
