@@ -24,8 +24,8 @@ from mst_scale.config.presets import SPARSE_TOKENS
 from mst_scale.sparsity_variation import SparsityConfig
 from mst_scale.units import format_count
 
-CONSTANT, OF_SIZE, OF_LENGTH, OF_LENGTH_SQUARED = 0.4085, -0.2900, -0.1218, -0.0749  # a, b, c, e
-FACTOR = 1.178  # a run lies between M / FACTOR and M · FACTOR with a probability of 95 %
+CONSTANT, OF_SIZE, OF_LENGTH, OF_LENGTH_SQUARED = 0.2757, -0.1917, -0.0649, -0.0799  # a, b, c, e
+FACTOR = 1.157  # a run lies between M / FACTOR and M · FACTOR with a probability of 95 %
 # Corners of the hull: parameters and tokens per parameter, counterclockwise.
 CORNERS = ((122_944, 20.0), (429_416, 6.0), (1_554_608, 6.0), (122_944, 400.0))
 SLACK = 1.1  # the law is still used at points outside of the hull by this factor

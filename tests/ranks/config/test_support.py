@@ -347,6 +347,7 @@ def test_a_pipeline_is_rejected_before_deepspeed_builds_anything(monkeypatch):
     monkeypatch.setattr("mst_scale.engine.api._deepspeeds_own", with_signature_of(deepspeed.initialize))
     stage = object.__new__(deepspeed.PipelineModule)
     torch.nn.Module.__init__(stage)
+    stage._layer_specs = []
     with pytest.raises(ValueError, match=r"zero_optimization\.stage = 2"):
         mst_scale.initialize(model=stage, model_parameters=[], config=mst_config(2, 2))
 
