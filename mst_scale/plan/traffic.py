@@ -20,7 +20,8 @@ layers, b·(L/s)·d·w bytes of activations lie between layers. In each micro-ba
     pipeline    sends them on and returns their gradient, once per stage
 
 Recomputation repeats the forward calls. A tied head of a pipeline has a copy of the token embedding, whose gradient the
-two ends add up once per step. None of this is hidden by compute.
+two ends add up once per step. None of this is hidden by compute. Not counted: with three or more replicas, sparse runs
+send that gradient once more (`zero_shards.tied_gradients`).
 
 Tests compare every call of real runs on 2 ranks with this, byte for byte; only the calls of tensor and pipeline
 parallelism follow from DeepSpeed's source alone.
