@@ -196,6 +196,9 @@ def _create_engine(
 def _attach(engine: Any, experiment: Experiment, own_loop: bool) -> SparseTraining:
     """Let DeepSpeed's engine train sparsely, as `engine.mst`."""
     training = SparseTraining(engine, experiment, own_loop)
+    tensor = sizes_of(experiment.deepspeed).tensor
+    if tensor > 1 and not experiment.mst.stays_dense:  # of a model that can be split and masked
+        zero_shards.check_no_shared_dropout(engine.module, tensor)
     public: MST = training
     engine.mst = public
     zero_shards.install(engine, training)
@@ -221,8 +224,6 @@ def _reject_unread_sizes(model: torch.nn.Module, experiment: Experiment, others:
         )
     if sizes.tensor > 1:
         zero_shards.check_cuttable(model, experiment.deepspeed, sizes.tensor)
-    if sizes.tensor > 1 and not experiment.mst.stays_dense:
-        zero_shards.check_no_shared_dropout(model, sizes.tensor)
     if sizes.pipeline > 1 and not isinstance(model, deepspeed.PipelineModule):
         raise UserError(
             f"{KEYS['pipeline']} = {sizes.pipeline} requires a PipelineModule as model: pass one, such as "
