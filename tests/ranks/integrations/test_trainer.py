@@ -257,6 +257,7 @@ def test_a_saved_model_has_the_weights_of_a_function_and_not_what_it_stores(tmp_
         assert there == pytest.approx(here, abs=1e-6)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("stage", [2, 3])
 def test_common_uses_around_training(tmp_path, stage):
     found = pool.run(used, 2, str(tmp_path), stage)
@@ -324,6 +325,7 @@ def with_two_sets(rank, world, folder, metric):
     return history, without_times(folder), [line for line in said if "val_loss" in line]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("metric", "name"), [(None, "web"), ("eval_code_loss", "code"), ("code_loss", "code"), ("eval_code_runtime", "web")]
 )

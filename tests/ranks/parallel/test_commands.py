@@ -64,6 +64,7 @@ def answers(source: Path, folder: Path, capsys: pytest.CaptureFixture[str]) -> d
     return {**found, "bytes": [path.read_bytes() for path in (masks, exported / "model.safetensors")]}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "layout", [pytest.param(each, marks=[] if each in OFTEN else [pytest.mark.slow]) for each in TESTED], ids=str
 )

@@ -15,6 +15,7 @@ def rigl(include: list[str], lm_head: bool) -> dict:
     return {"method": "rigl", "sparsity": {"max": 0.8}, "topology": {"interval": 2}, "targets": targets}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("include", "lm_head"), [(["blocks.0.*"], False), (["blocks.1.attention.*"], False), (["*"], True)], ids=str
 )

@@ -384,6 +384,7 @@ def test_the_command_says_at_once_what_it_does(tmp_path, monkeypatch, capsys, li
     assert (error.count("\n") == 2 and error.endswith(" figures …\n")) == (live == "lines")
 
 
+@pytest.mark.full
 def test_losses_of_events_are_rounded(tmp_path):
     folder = runs.write(tmp_path / "run", steps=600)
     spike = {"what": "spike", "step": 340, "loss": 3.8874151706695557, "bound": 3.2, "skipped": [1, 2]}

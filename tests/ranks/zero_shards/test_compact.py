@@ -53,6 +53,7 @@ def with_rows_of_tokens(rank, world, *given):
         compact_linear.FEW = before
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("stage", [0, 2, 3])
 def test_bit_equal_with_embeddings_that_expand_the_rows_of_their_tokens(stage):
     configs = [constant_config(stage, 2, kind, policy="rigl", accumulation=2) for kind in ("auto", "off")]
@@ -69,6 +70,7 @@ def test_bit_equal_without_regrowth_and_with_topology_steps_in_place_of_updates(
     assert differences(*both(2, stage, policy="mst", topology={"regrow": False, "replaces_update": True})) == []
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("stage", "policy"), [(0, "set"), (1, "set"), (2, "set"), (3, "rigl")])
 def test_bit_equal_with_accumulation(stage, policy):
     assert differences(*both(1, stage, accumulation=2, policy=policy)) == []
@@ -82,6 +84,7 @@ def fp16_course(rank, world, config, *how):
     return found, engine.skipped_steps
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("world", "stage", "policy"), [(1, 0, "set"), (2, 1, "rigl"), (2, 2, "mst"), (1, 3, "rigl")])
 def test_bit_equal_in_fp16_where_steps_overflow(world, stage, policy):
     configs = [constant_config(stage, world, kind, policy=policy, precision="fp16") for kind in ("auto", "off")]
@@ -90,6 +93,7 @@ def test_bit_equal_in_fp16_where_steps_overflow(world, stage, policy):
     assert differences(compact, dense) == []
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("stage", "precision"), [(0, "fp32"), (1, "fp32"), (3, "fp32"), (2, "bf16")])
 def test_bit_equal_from_masks_of_the_largest_weights(stage, precision):
     """In bf16 these are the largest after rounding, of which many are equal."""

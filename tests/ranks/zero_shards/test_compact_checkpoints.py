@@ -93,6 +93,7 @@ CONVERSIONS = [((2, 2, "auto"), (2, 2, "off")), ((2, 2, "off"), (2, 2, "auto")),
 CONVERSIONS += [((1, 0, "off"), (2, 3, "auto")), ((2, 1, "auto"), (1, 2, "off"))]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("there", "here"), CONVERSIONS)
 def test_reshape_converts_between_layouts_and_storages(there, here, tmp_path):
     """Each is (ranks, ZeRO stage, storage)."""

@@ -71,6 +71,7 @@ def test_bit_equal_with_other_settings(stage, changes, more):
     assert differences(compact, dense) == [] and all(stored)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("stage", "policy"), [(0, "rigl"), (1, "rigl"), (1, "mst")])
 def test_two_replicas_of_two_stages_are_bit_equal(stage, policy):
     """Each sum has two terms: over the stages of the tied matrix, then over replicas."""
@@ -113,6 +114,7 @@ def fixed(layout, kind):
     return raw
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("stage", "blocks"), [(0, (0, 1, 2)), (1, (0, 1, 2)), (0, (0, 1)), (1, (2,))])
 def test_given_masks_are_compact_and_bit_equal(stage, blocks):
     """A stage without compact layers takes part in whatever all do, such as the norm in float64."""
@@ -270,6 +272,7 @@ def resumed(rank, world, layout, kind, folder, blocks=None):  # noqa: PLR0917
     return {**whole_state(engine), **continued(mesh, engine)}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("layout", [
     Layout(pipeline=2, stage=0),
     Layout(pipeline=2, stage=1),
@@ -300,6 +303,7 @@ CONVERSIONS = [
 ]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("there", "here"), CONVERSIONS, ids=str)
 def test_reshape_converts_between_layouts_and_storages(there, here, tmp_path):
     before = pool.run(saved, there[0].world, *there, str(tmp_path))[0]

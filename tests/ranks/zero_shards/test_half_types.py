@@ -42,6 +42,7 @@ def trained_weights(rank, world, config):
 DEEPSPEEDS = {"method": "dense", "zero_optimization": {"round_robin_gradients": True}}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("extra", [{}, DEEPSPEEDS], ids=["ours", "DeepSpeed's"])
 def test_muon_trains_the_same_weights_whatever_the_cpu_reports(extra):
     config = muon_config(2, 1, **extra)

@@ -141,6 +141,7 @@ def norms_of_stages(rank, world, stage, exact):
     return float(engine.get_global_grad_norm())
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("stage", [0, 1])
 def test_norm_in_float64_of_a_pipeline(stage):
     """All stages have the norm of the whole model, in which a tied parameter counts once, as in DeepSpeed's own."""

@@ -71,6 +71,7 @@ def by_hand(world):
     return torch.cat([p.detach().flatten() for p in model.parameters()])
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("precision", "tolerance"), [("fp32", 1e-5), ("bf16", 0.02)])
 def test_adafactor_takes_norms_with_zeros_there(precision, tolerance):
     """Of bf16, weights are rounded to 8 bits, and gradients are computed with them."""

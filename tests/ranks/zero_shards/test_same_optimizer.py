@@ -68,6 +68,7 @@ CASES = [
 ]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("stage", STAGES)
 def test_states_of_another_optimizer_or_of_other_groups_are_rejected_in_one_line(stage, tmp_path):
     for said in pool.run(loaded_elsewhere, 2, stage, [case for case, _ in CASES], str(tmp_path)):

@@ -274,6 +274,7 @@ def momenta(rank, world, stage, kind, folder):
     return found
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("kind", ["SGD", "RMSprop"])
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_momentum_that_a_run_gains_starts_at_0(stage, kind, tmp_path):

@@ -172,6 +172,7 @@ def test_the_first_process_of_a_container_is_not_taken_for_the_launcher():
     assert stdout == "" and "mst_scale: the launcher is gone, so its ranks" in stderr
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("variable", LAUNCHER_VARIABLES)
 @pytest.mark.parametrize("around", [(), SCRIPT, SESSION, pytest.param(CONTAINER, marks=needs_containers)])
 def test_a_rank_trains_on_when_its_parent_is_a_program_around_it(variable, around):
