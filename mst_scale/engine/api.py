@@ -197,7 +197,7 @@ def _attach(engine: Any, experiment: Experiment, own_loop: bool) -> SparseTraini
     """Let DeepSpeed's engine train sparsely, as `engine.mst`."""
     training = SparseTraining(engine, experiment, own_loop)
     tensor = sizes_of(experiment.deepspeed).tensor
-    if tensor > 1 and not experiment.mst.stays_dense:  # of a model that can be split and masked
+    if tensor > 1 and not experiment.mst.stays_dense:  # later than the errors of models that cannot be split
         zero_shards.check_no_shared_dropout(engine.module, tensor)
     public: MST = training
     engine.mst = public
