@@ -191,8 +191,8 @@ class CompactStore:
         """Return this rank's slice, in float32, of a dense gradient: its mean or sum over sequences (collective).
 
         The parts of one sequence add up, as in the gradients that DeepSpeed reduces. So do the gradients of the stages
-        that hold a tied matrix, before the mean is taken; `gradient` then has their sum. All of them get the mean of the
-        first one, bit for bit.
+        that hold a tied matrix, before the mean is taken; `gradient` then has their sum. All of them get the mean of
+        the first one, bit for bit.
         """
         part = self.slices[i]
         if i in self.tied:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import deepspeed
 import torch
 from deepspeed.accelerator import get_accelerator
 from torch import nn
@@ -74,3 +75,9 @@ def deepspeed_config(
     for key, value in extra.items():
         config[key] = {**config[key], **value} if isinstance(config.get(key), dict) else value
     return config
+
+
+def plain_engine(model: nn.Module, stage: int, world: int, precision: str = "fp32", **extra: Any) -> Any:
+    """Return DeepSpeed's engine for a model, without mst_scale."""
+    config = deepspeed_config(stage, world, precision, **extra)
+    return deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)[0]

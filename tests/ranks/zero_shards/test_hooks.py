@@ -18,12 +18,7 @@ from mst_scale.zero_shards.own_loop_state import OF_DEEPSPEED
 from tests.support import cut_models, pool
 from tests.support.cut_sequences import mesh_of
 from tests.support.toy_engine import STAGES, mst_config, train
-from tests.support.toys import allow_fp16, deepspeed_config, toy, toy_batch
-
-
-def of(model, stage, world, precision="fp32", **extra):
-    config = deepspeed_config(stage, world, precision, **extra)
-    return deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)[0]
+from tests.support.toys import allow_fp16, deepspeed_config, plain_engine, toy, toy_batch
 
 
 def test_the_list_is_in_order_and_for_this_deepspeed():
@@ -80,7 +75,7 @@ def test_which_hooks_an_engine_gets(stage, precision, method, names):
 
 def plainly(rank, world):
     """Stage 0 in fp32: its norm, and what a gradient that is not finite does."""
-    engine = of(toy(), 0, world)
+    engine = plain_engine(toy(), 0, world)
     loss = engine(*toy_batch(0, rank))
     engine.backward(loss * float("nan"))
     engine.step()
@@ -96,7 +91,7 @@ def scaled(rank, world):
     """Stage 0 in fp16: the gradient that backward leaves, over the loss scale, against that of float32."""
     allow_fp16()
     torch.manual_seed(0)
-    engine = of(toy(), 0, world, "fp16", fp16={"enabled": True, "loss_scale": 1024.0})
+    engine = plain_engine(toy(), 0, world, "fp16", fp16={"enabled": True, "loss_scale": 1024.0})
     engine.backward(engine(*toy_batch(0, rank)))
     found = engine.module.up.weight.grad.float().norm()
     model = toy()
@@ -106,7 +101,7 @@ def scaled(rank, world):
 
 def norms(rank, world, stage, exact):
     """The norm that DeepSpeed reports, and that of the gradients of all ranks together in float64."""
-    engine = of(toy(), stage, world, gradient_clipping=0.05)
+    engine = plain_engine(toy(), stage, world, gradient_clipping=0.05)
     if stage == 0:
         zero_shards.step.guard_plain_step(engine)
     if exact:
@@ -156,7 +151,7 @@ def test_plain_loss():
 
 
 def gradient_beside_a_mesh(rank, world):
-    engine = of(toy(), 0, world)
+    engine = plain_engine(toy(), 0, world)
     deepspeed.utils.groups.mpu = cut_models.built({"tensor": 2, "sequence": 1, "pipeline": 1})[0]
     engine.backward(engine(*toy_batch(0, rank)))
     deepspeed.utils.groups.mpu = None
@@ -170,7 +165,7 @@ def test_own_ranks():
 
 def order_of_events(rank, world, stage, accumulation, overflow):
     """What of a bare engine's step comes when: our hooks' places, clipping, the copy into what the forward reads."""
-    engine = of(toy(), stage, world, "bf16" if stage else "fp32", accumulation=accumulation)
+    engine = plain_engine(toy(), stage, world, "bf16" if stage else "fp32", accumulation=accumulation)
     events = []
     zero_shards.around_model_step(engine, lambda: events.append("before"), lambda: events.append("after"))
     parameter = engine.module.up.weight
@@ -204,7 +199,7 @@ def of_two_passes(rank, world, stage, offload, apart):
     zero = {"stage": stage, "offload_optimizer": {"device": "cpu"}} if offload else {"stage": stage}
     norms = []
     for passes in ((0, 1), (1,)):
-        engine = of(toy(), stage, world, zero_optimization=zero)
+        engine = plain_engine(toy(), stage, world, zero_optimization=zero)
         losses = [] if apart else [engine(*toy_batch(0, position)) for position in passes]
         for i, position in enumerate(passes):
             engine.backward(engine(*toy_batch(0, position)) if apart else losses[i])
@@ -223,7 +218,7 @@ def test_backward_passes(stage, offload, apart):
 def passes_without_zero(rank, world):
     """Two backward passes of ones, of which DeepSpeed sums the gradients of two ranks."""
     model = torch.nn.Linear(1, 1, bias=False)
-    engine = of(model, 0, world, gradient_allreduce_op="sum")
+    engine = plain_engine(model, 0, world, gradient_allreduce_op="sum")
     for _ in range(2):
         engine.backward(engine(torch.ones(1, 1)).sum())
     return float(model.weight.grad)
@@ -238,7 +233,7 @@ def kernels_of(rank, world, offload):
     from mst_scale.zero_shards import powers
 
     extra = {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}} if offload else {}
-    optimizer = zero_shards.base_optimizer(of(toy(), 2, world, **extra))
+    optimizer = zero_shards.base_optimizer(plain_engine(toy(), 2, world, **extra))
     elsewhere = powers._elsewhere(optimizer)
 
     def update(step):
@@ -309,7 +304,7 @@ def test_step_comes_before_clipping(stage):
 def untouched_without_gradients(rank, world, fused):
     model = toy()
     made = {"lr": 1e-2} if fused else {"lr": 1e-2, "torch_adam": True}
-    engine = of(model, 1, world, optimizer={"type": "AdamW", "params": made})
+    engine = plain_engine(model, 1, world, optimizer={"type": "AdamW", "params": made})
     base = zero_shards.base_optimizer(engine)
     engine.backward(engine(*toy_batch(0, rank)))
     engine.step()
@@ -330,70 +325,8 @@ def test_held_update(fused):
     assert pool.run(untouched_without_gradients, 1, fused) == [(True, True)]
 
 
-def muon_of(stage, world, **extra):
-    """A bare engine with matrices alone."""
-    torch.manual_seed(0)
-    model = torch.nn.Sequential(torch.nn.Linear(13, 37, bias=False), torch.nn.Linear(37, 7, bias=False))
-    made = {"type": "Muon", "params": {"lr": 0.1, "betas": [0.9, 0.95], "weight_decay": 0.5}}
-    zero = {"stage": stage, "reduce_scatter": False}
-    return of(model, stage, world, optimizer=made, zero_optimization=zero, **extra)
-
-
-def by_deepspeeds_muon(rank, world, stage, scale, switched_off):
-    """The size of the gradients that are at hand before the model's step, and of what they are clipped by."""
-    engine = muon_of(stage, world, gradient_clipping=0.0)
-    if switched_off:
-        zero_shards.muon._switch_off(engine)
-    sizes = []
-
-    def look():
-        partitions = [part for parts in engine.optimizer.averaged_gradients.values() for part in parts]
-        sizes.append(zero_shards.step.total_norm(partitions))
-
-    zero_shards.around_model_step(engine, look, lambda: None)
-    with torch.compiler.set_stance("force_eager"):
-        engine.backward(scale * engine(torch.ones(4, 13)).square().mean())
-        engine.step()
-    return sizes[0], float(engine.get_global_grad_norm())
-
-
-@pytest.mark.parametrize("stage", [1, 2, 3])
-def test_muon_orthogonalises_before_the_norm_and_below_stage_3_before_our_step(stage):
-    """A gradient grows with the loss, an orthogonalised update does not."""
-    for switched_off in (False, True):
-        ((small, small_norm),) = pool.run(by_deepspeeds_muon, 1, stage, 1.0, switched_off)
-        ((large, large_norm),) = pool.run(by_deepspeeds_muon, 1, stage, 100.0, switched_off)
-        at_hand = 100 if switched_off or stage == 3 else 1
-        assert large / small == pytest.approx(at_hand, rel=1e-3), f"switched off: {switched_off}"
-        assert large_norm / small_norm == pytest.approx(100 if switched_off else 1, rel=1e-3)
-
-
-def fills(rank, world):
-    matrix = torch.zeros(5, 8)
-    matrix[:, ::2] = torch.randn(5, 4)
-    matrix[0, 0] = 0
-    return float(zero_shards.muon.orthogonalised(matrix, "gram")[0, 0])
-
-
-def test_muon_fills_what_is_0():
-    assert abs(pool.run(fills, 1)[0]) > 1e-3
-
-
-def moved_without_gradients(rank, world):
-    engine = muon_of(0, world)
-    weight = engine.module[0].weight
-    before = weight.detach().clone()
-    with torch.compiler.set_stance("force_eager"):
-        zero_shards.base_optimizer(engine).step()
-    return torch.equal(before, weight)
-
-
-def test_muon_takes_a_missing_gradient_for_zeros():
-    assert pool.run(moved_without_gradients, 1) == [False], "so a held update hides its parameters"
-
-
 def client_state(rank, world, folder, stage):
-    engine = of(toy(), stage, world)
+    engine = plain_engine(toy(), stage, world)
     engine.save_checkpoint(folder, tag="t", client_state={"mst": {"step": 7}})
     changed = engine.module.up.weight if stage < 3 else None
     if changed is not None:
@@ -404,10 +337,10 @@ def client_state(rank, world, folder, stage):
 
 def overwritten(rank, world, folder, stage):
     """DeepSpeed's own entries in a checkpoint, and the number of samples in it, which a client_state has too."""
-    engine = of(toy(), stage, world)
+    engine = plain_engine(toy(), stage, world)
     engine.save_checkpoint(folder, tag="t", client_state={"global_samples": 99})
     saved = torch.load(engine._get_ckpt_name(folder, "t"), weights_only=False)
-    scheduled = of(toy(), stage, world, scheduler={"type": "WarmupLR", "params": {}})
+    scheduled = plain_engine(toy(), stage, world, scheduler={"type": "WarmupLR", "params": {}})
     try:
         scheduled.load_checkpoint(folder, tag="t")
     except TypeError as error:
@@ -427,7 +360,7 @@ def test_client_state_comes_back(tmp_path, stage):
 
 def after_a_load_in_a_step(rank, world, stage):
     """The largest gradient, and the number of micro-batches, that a load leaves of a step that is under way."""
-    engine = of(toy(), stage, world, accumulation=2)
+    engine = plain_engine(toy(), stage, world, accumulation=2)
     with tempfile.TemporaryDirectory() as folder:
         engine.save_checkpoint(folder, tag="t")
         engine.backward(engine(*toy_batch(0, rank)))
