@@ -2,6 +2,8 @@
 
 import json
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -118,3 +120,11 @@ def test_metadata_that_is_no_model_is_an_error_of_the_user(tmp_path: Path):
         layout.open_compact(tmp_path / "m.safetensors")
     with pytest.raises(UserError):
         layout.open_compact(tmp_path / "none.safetensors")
+
+
+def test_reading_a_file_imports_neither_deepspeed_nor_the_engine():
+    """docs/generation.md says so: a program that only reads models needs neither."""
+    given = "import sys, mst_scale.compact_files.layout; print(*sys.modules)"
+    loaded = subprocess.run([sys.executable, "-c", given], capture_output=True, text=True, check=True).stdout.split()
+    assert "mst_scale.compact_files.layout" in loaded
+    assert not {"deepspeed", "mst_scale.engine", "mst_scale.zero_shards", "mst_scale.comm"}.intersection(loaded)
