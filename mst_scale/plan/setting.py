@@ -71,6 +71,7 @@ class Setting:
     sequence: int = 1  # ranks that share a sequence
     pipeline: int = 1  # stages of consecutive layers
     states_accumulation: bool = False  # whether the config does
+    masked: bool = False  # whether the run masks weights, in some of its phases or all
     compact: Compact | None = None  # None: all weights are stored; see `compacted`
 
     @cached_property
@@ -181,6 +182,7 @@ def setting_of(experiment: Experiment, ranks: int) -> Setting:
         tensor=sizes.tensor,
         sequence=sizes.sequence,
         pipeline=sizes.pipeline,
+        masked=not experiment.mst.stays_dense,
         compact=compact_of(experiment.with_batch(sizes.data(ranks) * micro * accumulation)),
     )
 

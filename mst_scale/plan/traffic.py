@@ -20,8 +20,9 @@ layers, b·(L/s)·d·w bytes of activations lie between layers. In each micro-ba
     pipeline    sends them on and returns their gradient, once per stage
 
 Recomputation repeats the forward calls. A tied head of a pipeline has a copy of the token embedding, whose gradient the
-two ends add up once per step. None of this is hidden by compute. Not counted: with three or more replicas, sparse runs
-send that gradient once more (`zero_shards.tied_gradients`).
+two ends add up once per step. With three or more replicas, runs with masks then make it equal bit for bit: replicas
+assemble it in float32 at stage 1, and one end sends it to the other (`zero_shards.tied_gradients`). None of this is
+hidden by compute.
 
 Tests compare every call of real runs on 2 ranks with this, byte for byte; only the calls of tensor and pipeline
 parallelism follow from DeepSpeed's source alone.
@@ -92,7 +93,8 @@ def _traffic(model: ModelConfig, s: Setting) -> Traffic:
     order = [p for group in groups(found) for p in group] if by_group else _backward_order(found, s.stage)
     reduced = [Call("all-reduce", w * sum(p.numel for p in bucket)) for bucket in _buckets(order, s.reduce_bucket)]
     if s.stage == 1:
-        return Traffic([], [*reduced, *overflow, *norms, *weights])
+        assembled = [Call("all-reduce", 4 * p.numel) for p in _equalized(model, s)]
+        return Traffic([], [*reduced, *assembled, *overflow, *norms, *weights])
     return Traffic(reduced, [*overflow, *norms, *weights])
 
 
@@ -161,8 +163,18 @@ def exchange(model: ModelConfig, s: Setting) -> dict[str, list[Call]]:
 
 
 def tied_ends(model: ModelConfig, s: Setting) -> list[Call]:
-    """Return the all-reduce of a tied embedding's gradient between the ends of a pipeline, once per step."""
-    return [Call("all-reduce", p.numel * s.weight_bytes) for p in held(model, s) if is_tied(model, s, p.name)]
+    """Return the calls for a tied embedding's gradient between the ends of a pipeline, once per step."""
+    added = [Call("all-reduce", p.numel * s.weight_bytes) for p in _tied(model, s)]
+    return [*added, *(Call("send", 4 * p.numel) for p in _equalized(model, s))]
+
+
+def _tied(model: ModelConfig, s: Setting) -> list[Parameter]:
+    return [p for p in held(model, s) if is_tied(model, s, p.name)]
+
+
+def _equalized(model: ModelConfig, s: Setting) -> list[Parameter]:
+    """Return the parameters of which one end of a pipeline takes over the other's gradient."""
+    return _tied(model, s) if s.masked and s.shards > 2 else []
 
 
 # --- ZeRO-3: which parameters are gathered when ---

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
-from typing import Any
+import functools
+from collections import Counter
+from dataclasses import replace
+from typing import Any, ClassVar
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from mst_scale.config import ModelConfig
 from mst_scale.mixed_growing.masks import assemble, sha256
+from mst_scale.plan.setting import Setting
+from mst_scale.plan.traffic import tied_ends, traffic
 from mst_scale.zero_shards import HOOKS, tied_gradients
 from mst_scale.zero_shards.dense_store import dense_store
+from mst_scale.zero_shards.step import NamedCollectives
 from tests.support import pool
 from tests.support.compact_pipelines import config, started, step
 from tests.support.layouts import Layout
@@ -36,8 +43,27 @@ def copies(engine: Any) -> list[dict[str, Any]]:
     return found
 
 
+class Counted(NamedCollectives):
+    """Lists the collectives of each step, as (kind, bytes)."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        calls = {"all_reduce": self.all_reduce, "broadcast": self.broadcast}
+        for kind, call in calls.items():
+            setattr(self, kind, functools.partial(self.counted, kind, call))
+
+    calls: ClassVar[list[tuple[str, int]]] = []
+
+    @classmethod
+    def counted(cls, kind: str, call: Any, values: torch.Tensor, *rest: Any, **more: Any) -> Any:
+        cls.calls.append((kind, values.numel() * values.element_size()))
+        return call(values, *rest, **more)
+
+
 def trained(rank: int, world: int, layout: Layout, raw: dict[str, Any], hooked: bool) -> list[Any]:
-    """The copies after every step, and whether the engine has the hook."""
+    """The copies after every step, whether the engine has the hook, what it sent for it, and the model's config."""
+    Counted.calls.clear()
+    tied_gradients.NamedCollectives = Counted
     if not hooked:
         tied_gradients.may_differ, kept = (lambda engine: False), tied_gradients.may_differ
     try:
@@ -51,11 +77,22 @@ def trained(rank: int, world: int, layout: Layout, raw: dict[str, Any], hooked: 
         found.append(copies(engine))
     names = [hook.name for hook in HOOKS if hook.applies(engine, engine.mst)]
     engine.destroy()
-    return [found, "tied gradients" in names]
+    return [found, "tied gradients" in names, list(Counted.calls), engine.module.config]
 
 
 def same(one: dict[str, Any], other: dict[str, Any]) -> bool:
     return all(torch.equal(v, other[k]) if torch.is_tensor(v) else v == other[k] for k, v in one.items())
+
+
+def planned(model: ModelConfig, layout: Layout, raw: dict[str, Any]) -> list[tuple[str, int]]:
+    """What `mst plan` counts for the hook in each step."""
+    precision = "bf16" if "bf16" in raw else "fp32"
+    s = Setting(layout.world, layout.stage, precision, precision, 1, 1, pipeline=2, masked=True)
+    without = replace(s, masked=False)
+    more = Counter(traffic(model, s).step) - Counter(traffic(model, without).step)
+    assert tied_ends(model, s)[:1] == tied_ends(model, without)
+    kinds = [("all_reduce", call) for call in more] + [("broadcast", call) for call in tied_ends(model, s)[1:]]
+    return [(kind, call.payload) for kind, call in kinds]
 
 
 @pytest.mark.parametrize(("stage", "kind", "more"), [
@@ -70,8 +107,12 @@ def test_three_replicas(stage: int, kind: str, more: dict[str, Any]) -> None:
     """Until the copies differ without the hook, it changes nothing: all stages have the first stage's gradient."""
     layout = Layout(pipeline=2, data=3, stage=stage)
     raw = config(layout, kind, 1, **more)
-    (found, hooked), (before, _) = (pool.run(trained, layout.world, layout, raw, on)[0] for on in (True, False))
+    (found, hooked, calls, model), (before, *_) = (
+        pool.run(trained, layout.world, layout, raw, on)[0] for on in (True, False)
+    )
     assert hooked and all(same(first, last) for first, last in found)
+    if kind == "off":
+        assert calls == planned(model, layout, raw) * STEPS
     differs = next(i for i, (first, last) in enumerate(before) if not same(first, last))
     assert all(same(found[i][0], before[i][0]) for i in range(differs + 1))
 
