@@ -340,9 +340,12 @@ def schedule_from_json(value: Any) -> Schedule | None:
 def is_same_until(value: Any, schedule: Schedule, step: int) -> bool:
     """Return whether the schedule in a file makes the same masks as ours until `step`, as a longer run's may.
 
-    The step after `step` is compared too, because its work is prepared in advance.
+    The step after `step` is compared too, because its work is prepared in advance. Before version 0.2, the schedule of
+    a policy without swaps had an update fraction, which moved nothing.
     """
     before = schedule_from_json(value)
+    if before is not None and not schedule.update_fraction:
+        before = replace(before, update_fraction=0.0)
     return before is not None and (before == schedule or before.parts_from(schedule, step + 1) is None)
 
 

@@ -11,7 +11,7 @@ from mst_scale.cli import align
 from mst_scale.plan.answer import Plan, describe_setting, overrides
 from mst_scale.plan.by_phase import PhaseOptions
 from mst_scale.plan.expected_gain import Advice, Expectation
-from mst_scale.plan.gpus import MEASURED
+from mst_scale.plan.gpus import MEASURED, Efficiency
 from mst_scale.plan.recommend import MEASURED_SIDES, Choice, describe_layout
 from mst_scale.units import format_bytes, format_count, format_time
 
@@ -240,8 +240,13 @@ def _phases(plan: Plan) -> str:
     slower = [p.name for p in plan.phases if p.expected_seconds > (1 + CLOSE) * p.dense_seconds]
     if slower:
         names = ", ".join(slower)
-        if isinstance(plan.experiment.mst.topology.granularity, str):
-            lines.append(f"{names}: expected to be slower than dense, because sparse attention is at this length")
+        mst = plan.experiment.mst
+        if isinstance(mst.topology.granularity, str):
+            narrow = mst.topology.granularity == "channel"
+            because = "narrow products are at this width" if narrow else "compact layers are expanded first"
+            if mst.attention.pattern != "dense":
+                because = "sparse attention is at this length"
+            lines.append(f"{names}: expected to be slower than dense, because {because}")
         else:
             lines.append(f"{names}: blocks are expected to be slower than dense products there;")
             lines.append(
@@ -293,17 +298,25 @@ def _topology(plan: Plan) -> str:
 
 def _assumptions(plan: Plan) -> str:
     gpu, latency = plan.machine.gpu, plan.machine.latency
-    shares = ", ".join(f"{name} {value}" for name, value in asdict(plan.machine.efficiency).items())
-    origin = "fitted to measurements" if gpu.name in MEASURED else "assumed"
     return "\n".join([
         _wrap(
-            f"fraction of peaks, {origin}: {shares} (--efficiency); narrow is of matmul, for blocks of 16; the L2 "
+            f"fraction of peaks, {_efficiencies(plan)} (--efficiency); narrow is of matmul, for blocks of 16; the L2 "
             f"cache reads {gpu.l2 / 1e12:.3g} TB/s"
         ),
         f"assumed latencies: {1e6 * latency.inside:.0f} µs per hop in a node, {1e6 * latency.between:.0f} µs between "
         f"nodes, {1e6 * latency.launch:.0f} µs per call, {1e6 * latency.kernel:.0f} µs per kernel",
         _wrap(f"peaks: {gpu.sources}"),
     ])  # fmt: skip
+
+
+def _efficiencies(plan: Plan) -> str:
+    """List the fractions of peaks by where they come from."""
+    assumed, fitted = asdict(Efficiency()), asdict(MEASURED.get(plan.machine.gpu.name, Efficiency()))
+    found: dict[str, list[str]] = {"fitted to measurements": [], "given": [], "assumed": []}
+    for name, value in asdict(plan.machine.efficiency).items():
+        fits = "fitted to measurements" if fitted[name] != assumed[name] else "assumed"
+        found[fits if value == fitted[name] else "given"].append(f"{name} {value}")
+    return "; ".join(f"{origin}: {', '.join(shares)}" for origin, shares in found.items() if shares)
 
 
 def _sentence(remark: Expectation | Advice | None) -> str:

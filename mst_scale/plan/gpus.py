@@ -60,8 +60,8 @@ GPUS = {
 class Efficiency:
     """The fraction of each peak that a plan assumes and prints; replace it with your own measurements by --efficiency.
 
-    These are assumptions, except on GPUs that `MEASURED` lists. With them GPT-3 configurations reach 41 to 52 % of an
-    A100's peak. Narayanan et al. (2021) report 44 to 52 %, with tensor and pipeline parallelism and counting
+    These are assumptions, except the values that `MEASURED` has for a GPU. With them GPT-3 configurations reach 41 to
+    52 % of an A100's peak. Narayanan et al. (2021) report 44 to 52 %, with tensor and pipeline parallelism and counting
     recomputed FLOPs.
     """
 
@@ -75,7 +75,7 @@ class Efficiency:
     host: float = 0.6  # the CPU's Adam on offloaded states
 
 
-# Fitted to the steps and products of benchmarks/results/gpu.md: 48 block products within a factor of 1.3 (root mean
+# Fitted to the steps and products of benchmarks/results/gpu.md: 54 block products within a factor of 1.32 (root mean
 # square), steps at the widths of 1.5B and 6.7B within 15 %. An H200 has the same chip with faster memory.
 _HOPPER = Efficiency(matmul=0.74, sparse_attention=0.29, memory=0.7, l2=0.45, narrow=0.1)
 MEASURED = {"h100-80gb": _HOPPER, "h200": _HOPPER}

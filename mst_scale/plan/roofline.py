@@ -157,7 +157,7 @@ def narrow(layer: Linear, machine: Machine) -> float:
     """
     moved = layer.width * (layer.tokens * (layer.inputs + layer.outputs) + layer.inputs * layer.outputs)
     memory = moved / (machine.gpu.bandwidth * machine.efficiency.memory)
-    return max(layer.density * dense_product(layer, machine), memory, 3 * machine.latency.launch)
+    return max(layer.density * dense_product(layer, machine), memory, 3 * machine.latency.kernel)
 
 
 def dense_product(layer: Linear, machine: Machine) -> float:

@@ -222,7 +222,7 @@ def sparse_seconds(
         products, attention, elementwise = _dense_busy(model, s, machine, stage)
         elementwise += s.accumulation * _expanded(model, s, stage) / (machine.gpu.bandwidth * machine.efficiency.memory)
         for layer, product, times in _skipping(experiment, s, density, stage):
-            products += times * (product(layer, machine) - dense_product(layer, machine))
+            products += times * (product(layer, machine) - max(dense_product(layer, machine), machine.latency.kernel))
         if not pattern.is_dense(model.seq_length):
             wide = model.n_embd // (s.tensor * s.sequence)
             of_layer = Attention(s.micro, model.seq_length, wide, model.causal, s.precision, s.weight_bytes)

@@ -274,11 +274,12 @@ class TopologyStep:
 
 
 def typical_step(schedule: Schedule) -> int | None:
-    """Return the topology step nearest to the middle of the sparsest phase; None if a run has none."""
+    """Return the topology step of the sparsest phase nearest to its middle, or one outside; None if a run has none."""
     sparsest = schedule.sparsest()
     middle = max(1, (sparsest.start + sparsest.stop) // 2)
     onward, back = range(middle, sparsest.stop), range(middle, 0, -1)
-    return next((step for step in chain(onward, back) if schedule.is_topology_step(step)), None)
+    after = range(sparsest.stop, schedule.total_steps + 1)
+    return next((step for step in chain(onward, back, after) if schedule.is_topology_step(step)), None)
 
 
 def topology_step(experiment: Experiment, s: Setting, machine: Machine) -> TopologyStep | None:

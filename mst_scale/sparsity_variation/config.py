@@ -21,8 +21,20 @@ MIN_DEFAULT_INTERVAL = 25  # a topology step costs a few steps; with a shorter i
 MAX_SPARSE_TOKENS = 10**6  # tokens per parameter
 
 
+class Rule(Protocol):
+    """The part of a topology policy that the schedule needs."""
+
+    @property
+    def swaps(self) -> bool:
+        """Whether connections are exchanged while the sparsity is constant."""
+
+
 class Moves(Protocol):
     """The part of `mst.topology` that the schedule needs: how often the topology is updated, and how much of it."""
+
+    @property
+    def chosen(self) -> Rule:
+        """The policy."""
 
     @property
     def interval(self) -> int | None:
@@ -152,7 +164,7 @@ class SparsityConfig:
             max_sparsity=self.max,
             phases=phases,
             cosine_bounds=self._cosine_bounds(phases, moves.update_schedule),
-            update_fraction=moves.update_fraction,
+            update_fraction=_fraction(moves),
             update_decay=moves.update_decay if moves.update_schedule == "decay-n-cosine" else 1.0,
         )
 
@@ -161,7 +173,7 @@ class SparsityConfig:
         if any(isinstance(value := getattr(self, name), float) and value > 0 for name in DURATIONS[self.variation]):
             return True
         ends_sparse = self.variation in ("sparse", "gmp", "acdc")
-        cosine = moves.update_schedule != "constant" and moves.update_fraction > 0 and self.max > 0
+        cosine = moves.update_schedule != "constant" and _fraction(moves) > 0 and self.max > 0
         return ends_sparse and cosine  # the last cosine ends with the run
 
     def limited(self, total: int, steps_per_token: float | None) -> SparsityConfig:
@@ -222,7 +234,7 @@ class SparsityConfig:
                 position += length
                 end = max(math.floor(position + 0.5), begin + 1)  # round half up; at least one step
             if math.floor(position + 0.5) > total:
-                names = [name for name in DURATIONS[self.variation] if name != "turn" and getattr(self, name)]
+                names = [name for name in DURATIONS[self.variation] if getattr(self, name)]
                 *first, last = (f"mst.sparsity.{name} = {getattr(self, name):g}" for name in names)
                 raise UserError(
                     f"{', '.join(first)}{' and ' * bool(first)}{last} do not fit in {total} steps: shorten them (those "
@@ -253,6 +265,11 @@ class SparsityConfig:
                 # Δ_R is T_R/N whether restoration is staged or continuous
                 bounds.update(Phase("restore", restore.start, restore.stop, self.stages).stage_starts())
         return tuple(sorted(bounds))
+
+
+def _fraction(moves: Moves) -> float:
+    """Return the update fraction; 0 for a policy without swaps, which has no topology steps at constant sparsity."""
+    return moves.update_fraction if moves.chosen.swaps else 0.0
 
 
 def _steps(duration: Duration, total: int) -> float:

@@ -17,7 +17,7 @@ from mst_scale.sparsity_variation import DURATIONS, Phase, Schedule, Segment, Sp
 
 VARIATIONS = get_args(get_type_hints(SparsityConfig)["variation"])
 UPDATES = get_args(get_type_hints(TopologyConfig)["update_schedule"])
-OF_TOPOLOGY = ("interval", "update_schedule", "update_fraction", "update_decay")
+OF_TOPOLOGY = ("policy", "interval", "update_schedule", "update_fraction", "update_decay")
 
 
 def resolved(total: int, **stated: Any) -> Schedule:
@@ -257,7 +257,11 @@ def test_phases_of_each_pattern(pattern: str, phases: list[str]):
             r"mst\.sparsity\.start = 0\.25 and mst\.sparsity\.warmup = 0\.9 do not fit in 300 steps",
         ),
         ({"variation": "gmp", "start": 0, "warmup": 400}, r"^mst\.sparsity\.warmup = 400 do not fit"),
-        ({"variation": "acdc", "warmup": 0.9, "ultra": 0.7}, r"warmup = 0\.9 and mst\.sparsity\.ultra = 0\.7 do"),
+        (
+            {"variation": "acdc", "warmup": 0.9, "ultra": 0.7},
+            r"warmup = 0\.9, mst\.sparsity\.ultra = 0\.7 and .*turn = 0\.0714286",
+        ),
+        ({"variation": "acdc", "warmup": 0, "ultra": 0, "turn": 0.6}, r"^mst\.sparsity\.turn = 0\.6 do not fit"),
     ],
 )
 def test_invalid_values_are_rejected(changes: dict, message: str):
@@ -418,6 +422,16 @@ def test_gradual_pruning_can_begin_after_a_dense_phase():
     assert schedule.at(500).sparsity == pytest.approx(0.8 * (1 - 0.5**3)), "half of the cubic"
     steps = list(schedule.topology_steps())
     assert steps == list(range(300, 751, 50)), "nothing is pruned before the start"
+
+
+@pytest.mark.parametrize("policy", ["static", "gmp"])
+def test_a_policy_without_swaps_has_topology_steps_only_where_the_sparsity_changes(policy):
+    swapping, still = (resolved(1000, interval=50, policy=p, warmup_moves="staged") for p in ("mst", policy))
+    assert still.phases == swapping.phases
+    changes = [step for step in range(1, 1001) if still.at(step).sparsity != still.at(step - 1).sparsity]
+    assert list(still.topology_steps()) == changes
+    assert len(list(swapping.topology_steps())) > len(changes) + 10
+    assert not SparsityConfig(variation="sparse").depends_on_length(TopologyConfig(policy=policy))
 
 
 def test_turns_without_end_are_not_laid_out_to_see_whether_they_depend_on_the_length():

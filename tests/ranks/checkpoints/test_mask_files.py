@@ -409,6 +409,16 @@ def test_a_checkpoint_from_before_the_limit_of_the_sparse_phase_names_the_key_th
     mask_files.restore(tmp_path, same, state)
 
 
+def test_a_policy_without_swaps_continues_a_checkpoint_that_states_a_fraction_for_it(tmp_path):
+    """As checkpoints of earlier versions do."""
+    sparsity = SparsityConfig(max=0.8)
+    state = save(tmp_path, whole(1), even(1), schedule=sparsity.schedule(200, TopologyConfig(interval=5)))
+    (still,) = states_of(
+        whole(2), even(1), schedule=sparsity.schedule(200, TopologyConfig(interval=5, policy="static"))
+    )
+    mask_files.restore(tmp_path, still, state)
+
+
 def test_another_interval_is_named_with_the_key_that_sets_it(tmp_path):
     """Such as the default of an earlier version, which was shorter in short runs."""
 

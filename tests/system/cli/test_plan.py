@@ -145,8 +145,26 @@ def test_sentences_are_as_wide_as_the_terminal(capsys, monkeypatch):
 
 
 def test_channels_are_not_offered_as_blocks(capsys):
-    text = said(capsys, *config("gpt2_small"), "--gpus", "8", "--set", "recipe=mst-channels")
+    words = [*config("gpt2_small"), "--gpus", "8", "--set", "recipe=mst-channels"]
+    text = said(capsys, *words).replace("\n  ", " ")
     assert "save FLOPs only" not in text and "to choose: --set" not in text
+    assert "5 such steps in the run" in text, "channels stay the same until they become more"
+    small = ["model.n_embd=128", "model.n_head=2", "model.n_layer=2", "model.seq_length=128", "train_batch_size=8"]
+    small += ["train_micro_batch_size_per_gpu=4"]
+    changes = [word for change in small for word in ("--set", change)]
+    for pattern, because in (
+        ("dense", "narrow products are at this width"),
+        ("strided", "sparse attention is at this"),
+    ):
+        text = said(capsys, *words, *changes, "--set", f"mst.attention.pattern={pattern}").replace("\n  ", " ")
+        assert f"expected to be slower than dense, because {because}" in text
+
+
+def test_fractions_of_peaks_say_where_they_come_from(capsys):
+    words = [*config("gpt2_small"), "--gpus", "8", "--gpu", "h100-80gb", "--efficiency", "matmul=0.3"]
+    text = said(capsys, *words).replace("\n  ", " ")
+    assert "fitted to measurements: sparse_attention 0.29, memory 0.7, l2 0.45, narrow 0.1; given: matmul 0.3" in text
+    assert "assumed: attention 0.45, network 0.8, host 0.6" in text
 
 
 def test_a_short_dense_run_is_planned_at_its_length(capsys):
