@@ -50,7 +50,7 @@ def main() -> None:
     accelerator = Accelerator(deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=CONFIG))
     torch.manual_seed(0)
     model = Model()
-    tokens = torch.arange(64).repeat(32)
+    tokens = torch.arange(64).repeat(32 * accelerator.num_processes)  # each process gets its share of the batches
     pairs = torch.utils.data.TensorDataset(tokens, (tokens * 7 + 3) % 64)
     loader = torch.utils.data.DataLoader(pairs, batch_size=32, shuffle=True)
     engine, optimizer, loader = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=3e-3), loader)

@@ -116,8 +116,14 @@ class CompactFile:
 
 
 def masks_of(path: Path) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the names of the matrices in a compact file that are stored in two parts, and their masks, as bool."""
+    """Yield the names of the sparse matrices in a compact file, and their masks, as bool.
+
+    Of those that are stored whole, because nearly all of their weights are active, the masks are those of their zeros.
+    """
     found = open_compact(path)
+    for name, tensor in found.parts.items():
+        if name in found.names and tensor.dim() > 1 and not (active := tensor != 0).all():
+            yield name, active
     for name, shape in found.shapes.items():
         if len(shape) > 1:
             yield name, unpack(found.parts[name + MASK], math.prod(shape)).view(shape)

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from mst_scale.checkpoints import mask_files, model_config
+from mst_scale.checkpoints import finding, mask_files, model_config
 from mst_scale.compact_files.layout import CompactFile, is_compact, open_compact
 from mst_scale.config import ModelConfig
 from mst_scale.data.tokenizer import TrainedWith, trained_with
@@ -83,7 +83,7 @@ def open_weights(path: Path, config: Path | None = None, *, causal: bool = True)
         Damaged: if a file of a checkpoint was cut short.
     """
     exported = is_compact(path) or (
-        model_config.is_transformers(path / "config.json") and not (path / "latest").is_file()
+        model_config.is_transformers(path / "config.json") and finding.of_other_loops(path) is None
     )
     if exported and config is not None:
         raise UserError(f"{path} holds its own config, so another one has no effect: leave out --config {config}")

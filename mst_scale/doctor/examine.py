@@ -84,7 +84,7 @@ def run(as_json: bool, full: bool = False, tune: bool = False) -> tuple[bool, Ra
             logging.getLogger(name).setLevel(logging.ERROR)
         try:
             checks = _checks(full, tune)
-        except ImportError as error:
+        except Exception as error:  # torch raises OSError or ValueError where a library of CUDA is missing
             report.add([*machine.check_versions(), failed("mst_scale", error, "fix what is wrong above")])
             report.end(time.monotonic() - began)
             return False, None

@@ -145,12 +145,18 @@ def _compact(path: Path, tokenizer: str | None, device: torch.device) -> tuple[M
     weights = open_weights(path)
     named = chosen(tokenizer, weights.tokenizer, str(path))
     config, file = weights.config, file_of(path)
+    beside = tokenizer is None and (file.parent / "tokenizer.json").is_file()
     if named is None or is_missing(named.name):
-        if tokenizer is not None or not (file.parent / "tokenizer.json").is_file():
+        if not beside:
             raise UserError(f"{path} does not name a tokenizer that is here: name it with --tokenizer")
         text = _their_text(str(file.parent), config.vocab_size)
     else:
-        text = our_text(named.name, config.vocab_size)
+        try:
+            text = our_text(named.name, config.vocab_size)
+        except OSError:  # the hub cannot be reached
+            if not beside:
+                raise
+            text = _their_text(str(file.parent), config.vocab_size)
     model = load_model(weights).to(device)
     folder, digest = file.parent, file_digest(file)
     context, size = config.seq_length, config.vocab_size

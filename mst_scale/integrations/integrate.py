@@ -11,7 +11,6 @@ import atexit
 import functools
 import inspect
 import io
-import json
 import math
 import os
 import sys
@@ -20,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import deepspeed
+import hjson
 
 from mst_scale.comm import SharedMistake, exits, logger, speak
 from mst_scale.config import BLOCKS
@@ -160,12 +160,12 @@ def _install_trainer(module: Any, integration: Integration) -> None:
 
 
 def _read(given: Any) -> dict[str, Any] | None:
-    """Return a copy of the config as a dict; None if it cannot contain our blocks."""
+    """Return a copy of the config as a dict, a file as DeepSpeed reads it; None if it cannot contain our blocks."""
     if isinstance(given, dict):
         return dict(given)
     if isinstance(given, str | Path) and Path(given).is_file():
         try:
-            found = json.loads(Path(given).read_text())
+            found = hjson.loads(Path(given).read_text(encoding="utf-8-sig"), object_pairs_hook=dict)
         except ValueError:  # DeepSpeed reports what is wrong with it
             return None
         return found if isinstance(found, dict) else None
@@ -188,7 +188,10 @@ def _with_length(config: dict[str, Any], model: Any, given: int | None, of_train
         given: The argument of integrate().
         of_trainer: The number of steps of transformers' Trainer.
     """
-    training = dict(config.get("training") or {})
+    training = config.get("training") or {}
+    if not isinstance(training, dict):  # which is rejected when the config is read
+        return config
+    training = dict(training)
     stated = training.pop("steps", None)
     known = next((steps for steps in (given, of_trainer, _of_scheduler(config), _of_lightning(model)) if steps), None)
     if stated not in (None, "auto"):

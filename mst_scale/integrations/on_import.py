@@ -20,7 +20,10 @@ def when_imported(name: str, call: Callable[[ModuleType], None]) -> None:
 
 
 class _Finder(importlib.abc.MetaPathFinder):
-    """Finds one module as the other finders do, and calls the function after its execution."""
+    """Finds one module as the other finders do, and calls the function after its execution.
+
+    Looking for a module does not import it, so the finder stays until the module is executed.
+    """
 
     def __init__(self, name: str, call: Callable[[ModuleType], None]):
         self.name, self.call = name, call
@@ -31,12 +34,17 @@ class _Finder(importlib.abc.MetaPathFinder):
         if name != self.name:
             return None
         sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(name)
+        try:
+            spec = importlib.util.find_spec(name)
+        finally:
+            sys.meta_path.insert(0, self)
         if spec is None or spec.loader is None:
             return None
         execute = spec.loader.exec_module
 
         def exec_module(module: ModuleType) -> None:
+            if self in sys.meta_path:
+                sys.meta_path.remove(self)
             execute(module)
             self.call(module)
 

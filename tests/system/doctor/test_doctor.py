@@ -174,6 +174,17 @@ def test_a_library_that_cannot_be_imported_is_found(monkeypatch):
     assert finding.verdict == WRONG and "libcudart" in finding.message
 
 
+@pytest.mark.parametrize("error", [OSError("libcudart.so.12: no such file"), ValueError("libcublas.so was not found")])
+def test_a_torch_that_cannot_be_loaded_does_not_hide_the_other_checks(monkeypatch, capsys, error):
+    def broken(*_):
+        raise error
+
+    monkeypatch.setattr(examine, "_checks", broken)
+    assert examine.run(True, False) == (False, None)
+    findings = found(capsys.readouterr().out)
+    assert str(error) in findings["mst_scale"]["message"] and "Python" in findings
+
+
 def test_a_stale_lock_is_removed_and_told_and_a_young_one_is_left(monkeypatch, tmp_path):
     monkeypatch.setattr(build_locks, "extensions_folder", lambda: tmp_path)
     lock = tmp_path / "op" / "lock"

@@ -1,9 +1,11 @@
 """Wrong use of the integrations costs one line on one rank, and what is not meant to be sparse stays DeepSpeed's."""
 
+import json
 import os
 import subprocess
 import sys
 import textwrap
+from pathlib import Path
 
 import pytest
 import torch
@@ -56,6 +58,8 @@ def rejections(rank, world, folder):
         no_length = {**SPARSE, "training": {"steps": "auto"}}
         found["no length"] = said(lambda: deepspeed.initialize(model=toy(), config=no_length))
         found["mst of a wrong kind"] = said(lambda: deepspeed.initialize(model=toy(), config={**SPARSE, "mst": "rigl"}))
+        number = {**SPARSE, "training": 100}
+        found["training of a wrong kind"] = said(lambda: deepspeed.initialize(model=toy(), config=number))
     with opened():
         args = TrainingArguments("/tmp/none", report_to="none", use_cpu=True)
         found["no DeepSpeed"] = said(lambda: Trainer(model(), args, train_dataset=Words()).train())
@@ -79,6 +83,7 @@ EXPECTED = {
     "two schedules": "two schedules of the learning rate",
     "no length": "training.steps is missing",
     "mst of a wrong kind": "mst must be an object",
+    "training of a wrong kind": "training must be an object",
     "nothing complete": "no checkpoint in",
     "incomplete": "checkpoint-9 is not complete",
     "no DeepSpeed": "runs without DeepSpeed",
@@ -91,6 +96,20 @@ def test_bad_use_is_one_line(tmp_path):
     for name, words in EXPECTED.items():
         assert (found[name] is None) if words is None else (words in str(found[name])), (name, found[name])
         assert "\n" not in str(found[name])
+
+
+def with_comments(rank, world, folder):
+    """Of a config file that only DeepSpeed's reader accepts."""
+    import deepspeed
+
+    path = Path(folder) / "ds.json"
+    path.write_text("\ufeff# sparse\n" + json.dumps(SPARSE)[:-1] + ",}")
+    with opened():
+        return deepspeed.initialize(model=toy(), config=str(path))[0].mst.method
+
+
+def test_a_config_file_is_read_as_deepspeed_reads_it(tmp_path):
+    assert pool.run(with_comments, 1, str(tmp_path)) == ["rigl"]
 
 
 def lengths(rank, world):

@@ -30,6 +30,16 @@ def test_the_masks_of_a_compact_file(compact):
         assert name == "a.weight" and torch.equal(found, mask)
 
 
+def test_a_nearly_dense_matrix_is_stored_whole_and_keeps_its_mask(tmp_path):
+    weight = torch.ones(8, 64)
+    weight[0, :5] = 0
+    whole = {"a.weight": weight, "b.weight": torch.ones(4, 4), "a.bias": torch.zeros(8)}
+    layout.write(tmp_path / layout.FILE, [(name, tensor, None) for name, tensor in whole.items()], {}, {})
+    assert layout.open_compact(tmp_path).sparse("a.weight") is None
+    ((name, found),) = layout.masks_of(tmp_path)
+    assert name == "a.weight" and torch.equal(found, weight != 0)
+
+
 def test_a_checkpoint_comes_before_the_zeros_of_weights_beside_it(tmp_path, monkeypatch):
     save_file({"a.weight": torch.zeros(2, 2)}, tmp_path / "model.safetensors")
     assert [name for name, _ in open_masks.of_source(tmp_path)] == ["a.weight"]

@@ -9,7 +9,7 @@ import torch
 from mst_scale.checkpoints import finding
 from mst_scale.cli import main
 from mst_scale.errors import UserError
-from mst_scale.evaluation import evaluate
+from mst_scale.evaluation import evaluate, models
 from mst_scale.hugging_face.export import export
 from mst_scale.hugging_face.sources import open_source
 from tests.support.evaluation_calls import TEXT, evaluated, rejected
@@ -105,6 +105,20 @@ def test_a_tokenizer_file_that_was_moved(run, data, capsys, tmp_path):
     for model in (ours, hf, bare):
         line = rejected(capsys, str(model), *words, "--tokenizer", str(other))
         assert f"'{there}'" in line and f"'{other}'" in line
+
+
+def test_without_the_hub_a_compact_export_uses_the_tokenizer_beside_it(run, data, capsys, tmp_path, monkeypatch):
+    main(["export", str(run), str(tmp_path / "compact"), "--compact"])
+    capsys.readouterr()
+    words = [str(tmp_path / "compact"), "--tasks", "lambada", "--data-dir", str(data)]
+    expected = evaluated(*words, capsys=capsys)["tasks"]["lambada"]["metrics"]
+
+    def unreachable(*_):
+        raise OSError("the hub cannot be reached")
+
+    monkeypatch.setattr(models, "load_tokenizer", unreachable)
+    found = evaluated(*words, capsys=capsys)
+    assert found["tasks"]["lambada"]["metrics"] == expected and found["tokenizer"].startswith("of ")
 
 
 def test_a_model_that_looks_ahead_is_rejected(data, capsys, tmp_path):
