@@ -174,7 +174,10 @@ def main(arguments: Sequence[str]) -> int:
         corpus = prepare(options.text, options.out)
         for method in options.methods:
             train(method, corpus, options.out, steps=options.steps, ranks=options.ranks, length=options.length)
-    options.command = f"mst bench real_run --steps {options.steps} --ranks {options.ranks} --length {options.length}"
+    files = f"--text {options.text} --out {options.out}"
+    options.command = (
+        f"mst bench real_run {files} --steps {options.steps} --ranks {options.ranks} --length {options.length}"
+    )
     rows = rows_of(options.out)
     setting = {"model": "GPT-2 small, 124 M parameters", "dtype": "float32", "ZeRO stage": 1,
                "tokens per step": options.ranks * options.length}  # fmt: skip

@@ -300,17 +300,19 @@ def run(shapes: Sequence[str], variants: Sequence[str], micro_batches: int, roun
 
 def table(rows: Sequence[Row]) -> str:
     """Return the rows as tables of Markdown."""
-    head = ["width of", "variant", "measured on", "ours", "ms (middle half)", "dense ms (middle half)"]
+    head = ["width of", "variant", "sparsity", "measured on", "ours", "ms (middle half)", "dense ms (middle half)"]
     head += ["speedup", "goal"]
     lines = []
     for r in rows:
         goal = f"{r['goal']}×" if r.get("goal") else ""
         way = {True: "compiled", False: "eager"}.get(r.get("compiled"), "")  # type: ignore[arg-type]
         if r["speedup"] is None:
-            lines.append([r["parameters"], r["variant"], "", way, r["why"].replace("|", "/")[:160], "", "", goal])
+            lines.append([r["parameters"], r["variant"], "", "", way, r["why"].replace("|", "/")[:160], "", "", goal])
             continue
         mine, theirs = (with_range(r, who) for who in ("ours", "baseline"))
-        lines.append([r["parameters"], r["variant"], r["model"], way, mine, theirs, f"**{r['speedup']}×**", goal])
+        sparsity = f"{100 * r['sparsity']:.1f}%" if "sparsity" in r else ""
+        faster = f"**{r['speedup']}×**"
+        lines.append([r["parameters"], r["variant"], sparsity, r["model"], way, mine, theirs, faster, goal])
     return grid(head, lines)
 
 

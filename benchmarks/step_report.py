@@ -14,7 +14,7 @@ def table(rows: Sequence[Row]) -> str:
     """One line a phase: MST against dense."""
     head = [
         "phase", "sparsity", "attention", "weights", "MST ms (middle half)", "dense ms (middle half)",
-        "speed-up (middle half)", "FLOPs ÷", "tokens/s MST / dense", "GFLOP/s", "MFU", "peak MB",
+        "speed-up of medians (middle half of pairs)", "FLOPs ÷", "tokens/s MST / dense", "GFLOP/s", "MFU", "peak MB",
     ]  # fmt: skip
     lines = []
     for r in rows:

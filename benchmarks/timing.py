@@ -79,9 +79,9 @@ def in_rounds(runs: Sequence[Run], rounds: int, clock: Callable[[Any], float] = 
 
 
 def middle_half(values: Sequence[float]) -> list[float]:
-    """First and third quartile, both of them values that were measured."""
-    ordered = sorted(values)
-    return [ordered[len(ordered) // 4], ordered[3 * len(ordered) // 4]]
+    """First and third quartile, both of them values that were measured, with as many beyond the one as the other."""
+    ordered, beyond = sorted(values), len(values) // 4
+    return [ordered[beyond], ordered[-1 - beyond]]
 
 
 def versus(

@@ -14,7 +14,7 @@ weights. The time multiplier is the time that dense training of the model needs 
 Topology steps are left out, as they are one step in a hundred. The wider models show how step times change with the
 width; their losses are not those of the study.
 
-The second table has what `mst plan` predicts for GPUs: how much faster than dense a whole run with this schedule is. It
+The last table has what `mst plan` predicts for GPUs: how much faster than dense a whole run with this schedule is. It
 is not measured. The time multiplier is then the FLOP multiplier, times this speedup, divided by the FLOP reduction.
 """
 
