@@ -237,9 +237,15 @@ class BackgroundSaves:
 
     def wait_here(self) -> None:
         """Wait until this rank's part of a save is written, without the other ranks: the program ends."""
+        began = time.monotonic()
         while self._pending is not None and self._look() == _BUSY:
+            if time.monotonic() - began > self.limit:  # another rank may have ended without its part
+                self._outcome = f"it was not written within {self.limit / 60:g} minutes"
+                self._end_process()
             time.sleep(POLL_SECONDS)
         if self._pending is not None and self._pending.draft is not None and self._outcome is not None:
+            if self.ranks.first:
+                logger.error("%s was not saved: %s", self._pending, self._outcome)
             shutil.rmtree(self._pending.draft, ignore_errors=True)  # tells the other ranks' processes to give up
 
     def close(self) -> None:

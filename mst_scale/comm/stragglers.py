@@ -2,9 +2,9 @@
 
     own time of a step = time to fetch its batches + time of its forward passes
 
-Times of whole steps do not show it, because every rank waits for the slowest. The own time does not include such waits
-at ZeRO 0 to 2; where forward passes wait for other ranks (ZeRO-3, tensor and sequence parallelism), only a rank that is
-slow to fetch its batches is found.
+Times of whole steps do not show it, because every rank waits for the slowest. Where forward passes wait for other ranks
+(ZeRO-3, tensor and sequence parallelism), only the time to fetch batches counts. Stages of a pipeline have different
+work, so ranks are compared with those of the same stage.
 """
 
 from __future__ import annotations
@@ -38,17 +38,19 @@ class Stragglers:
     Args:
         ranks: all ranks, which call `look` together.
         module: the model; its forward passes in training are measured.
+        stage: the pipeline stage of this rank.
+        passes: whether forward passes count, which they do if they wait for no other rank.
     """
 
-    def __init__(self, ranks: Ranks, module: Any):
-        self.ranks = ranks
+    def __init__(self, ranks: Ranks, module: Any, stage: int = 0, passes: bool = True):
+        self.ranks, self.stage = ranks, stage
         self._steps: list[float] = []
         self._fetching = 0.0
         self._passes: list[tuple[Any, Any]] = []
         self._began: Any = None
         self._reported: float | None = None
         self._cuda = any(parameter.is_cuda for parameter in module.parameters())
-        if ranks.world_size > 1:
+        if ranks.world_size > 1 and passes:
             module.register_forward_pre_hook(self._begin)
             module.register_forward_hook(self._end)
 
@@ -67,17 +69,14 @@ class Stragglers:
         """Return the slowest rank if it is much slower than the others and was not reported lately, on all ranks."""
         if len(self._steps) < LOOK_EVERY:
             return None
-        found = self.ranks.all((statistics.median(self._steps), f"{socket.gethostname()}, process {os.getpid()}"))
+        where = f"{socket.gethostname()}, process {os.getpid()}"
+        found = self.ranks.all((self.stage, statistics.median(self._steps), where))
         self._steps = []
-        slowest = max(range(len(found)), key=lambda rank: found[rank][0])
-        others = statistics.median(seconds for rank, (seconds, _) in enumerate(found) if rank != slowest)
-        seconds, where = found[slowest]
-        if seconds < FACTOR * others or seconds - others < LEAST_SECONDS:
-            return None
-        if self._reported is not None and time.monotonic() - self._reported < REPEATED:
+        slow = [straggler for stage in {stage for stage, *_ in found} if (straggler := _slowest(found, stage))]
+        if not slow or (self._reported is not None and time.monotonic() - self._reported < REPEATED):
             return None
         self._reported = time.monotonic()
-        return Straggler(slowest, where, seconds, others)
+        return max(slow, key=lambda straggler: straggler.seconds - straggler.others)
 
     def _now(self) -> Any:
         if not self._cuda:
@@ -95,3 +94,16 @@ class Stragglers:
         if self._began is not None:
             self._passes.append((self._began, self._now()))
             self._began = None
+
+
+def _slowest(found: list[tuple[int, float, str]], stage: int) -> Straggler | None:
+    """Return the slowest rank of a stage if it is much slower than the others of it; `found` has an entry per rank."""
+    times = {rank: seconds for rank, (of, seconds, _) in enumerate(found) if of == stage}
+    if len(times) == 1:
+        return None
+    slowest = max(times, key=lambda rank: times[rank])
+    seconds = times.pop(slowest)
+    others = statistics.median(times.values())
+    if seconds < FACTOR * others or seconds - others < LEAST_SECONDS:
+        return None
+    return Straggler(slowest, found[slowest][2], seconds, others)

@@ -120,6 +120,7 @@ class Watch:
         self.waiting = False  # this rank's own collective has failed
         self.verdict_at: float | None = None  # on rank 0: when to name the ranks that a collective waits for
         self.signals: socket.socket | None = None  # receives the numbers of incoming signals
+        self.wakeup = -1  # its other end, to which Python sends them
 
     def start(self, ranks: Ranks | RanksOfStore) -> None:
         """Connect to rank 0; if a rank cannot connect, no rank is monitored, and an error is logged."""
@@ -246,7 +247,7 @@ class Watch:
             signal.set_wakeup_fd(of_program)
             self.signals = None
         else:
-            into.detach()
+            self.wakeup = into.detach()
 
     # --- watching ---
 
@@ -401,7 +402,9 @@ class Watch:
         for peer in self.peers:
             peer.send(word)
         if self.signals is not None and threading.current_thread() is threading.main_thread():
-            os.close(signal.set_wakeup_fd(-1))
+            if (of_program := signal.set_wakeup_fd(-1)) != self.wakeup:  # the program has set its own since
+                signal.set_wakeup_fd(of_program)
+            os.close(self.wakeup)
             self.signals = None
 
 
@@ -434,8 +437,7 @@ def _line(peer: socket.socket) -> str:
     """Read one line; return "" if the connection is closed."""
     line = b""
     while not line.endswith(b"\n"):
-        more = peer.recv(1)
-        if not more:
+        if not (more := peer.recv(1)):
             return ""
         line += more
     return line.decode(errors="replace").strip()

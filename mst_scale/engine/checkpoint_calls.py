@@ -32,6 +32,8 @@ from mst_scale.comm.own_loops import BEFORE_OTHERS
 from mst_scale.files import PARTIAL
 from mst_scale.snapshot import Snapshot
 
+_swept: set[Path] = set()  # by any engine of this program: another one's save may be under way
+
 
 def save_in_background(engine: Any) -> BackgroundSaves | None:
     """Change `engine.save_checkpoint`; return the background saves, or None if this engine's saves must block."""
@@ -39,14 +41,13 @@ def save_in_background(engine: Any) -> BackgroundSaves | None:
         logger.info("engine.save_checkpoint waits until a checkpoint is written: %s", why)
         return None
     saves = BackgroundSaves(_all_ranks("saves"))
-    swept: set[Path] = set()
 
     def save_checkpoint(save: Callable[..., Any], given: dict[str, Any]) -> Any:
         saves.finish()
         before, saves.failed = saves.failed, None
-        if (folder := Path(given["save_dir"])) not in swept:
+        if (folder := Path(given["save_dir"])) not in _swept:
             saves.ranks.on_first(lambda: _sweep(folder))
-            swept.add(folder)
+            _swept.add(folder)
         if before is not None:
             if saves.ranks.first:
                 logger.error("step %d was not saved (%s): this save blocks", before.step, before.error)

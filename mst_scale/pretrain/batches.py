@@ -83,7 +83,7 @@ class MicroBatches:
         self.train, self.val = prepared.train, prepared.val
         self.share = Share.of(prepared.ranks, prepared.mesh)
         self.device = next(self.engine.module.parameters()).device
-        self.stragglers = Stragglers(self.ranks, self.engine.module)
+        self.stragglers = _watched(prepared)
         self.pipeline = isinstance(self.engine.module, deepspeed.PipelineModule)
 
     def update(self, step: int, number: int) -> torch.Tensor:
@@ -152,3 +152,11 @@ class MicroBatches:
         if self.device.type == "cuda":  # a copy from pageable memory may wait for all queued work of the device
             tokens, targets = tokens.pin_memory(), targets.pin_memory()
         return tokens.to(self.device, non_blocking=True), targets.to(self.device, non_blocking=True)
+
+
+def _watched(prepared: Prepared) -> Stragglers:
+    """Return what detects slow ranks of a run."""
+    mesh, engine = prepared.mesh, prepared.engine
+    shared = mesh is not None and max(mesh.sizes.tensor, mesh.sizes.sequence) > 1
+    waits = shared or engine.zero_optimization_stage() == 3
+    return Stragglers(prepared.ranks, engine.module, 0 if mesh is None else mesh.stage, passes=not waits)

@@ -54,6 +54,25 @@ def run(rank, world, folder, plan):
         logger.setLevel(level)
 
 
+def without_the_other(saves, folder):
+    """The program of rank 1 ends without its part, and rank 0 does not wait for it forever."""
+    saves.finish()
+    saves.prepare()
+    if not saves.ranks.first:
+        os.kill(saves.process.pid, signal.SIGSTOP)
+    save(saves, folder, 1)
+    if saves.ranks.first:
+        saves.limit = 1.0
+        saves.wait_here()
+    saves.ranks.any(False)
+
+
+def test_the_end_of_a_program_does_not_wait_forever(tmp_path):
+    (_, text), _ = pool.run(run, 2, str(tmp_path), without_the_other)
+    assert "the checkpoint of step 1 was not saved: it was not written within" in text
+    assert list(tmp_path.iterdir()) == []
+
+
 def three(saves, folder):
     found = []
     for step in (1, 2, 3):

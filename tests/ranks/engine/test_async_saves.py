@@ -115,6 +115,26 @@ def test_after_a_failed_save_the_next_one_blocks(tmp_path, waits):
     assert (tmp_path / "latest").read_text() == "global_step3"
 
 
+def with_two_engines(rank, world, folder):
+    """The second engine's first save leaves the first one's alone, which is under way."""
+    first, second = started(1, world), started(1, world)
+    train(first, rank, world, 1)
+    train(second, rank, world, 1)
+    first.save_checkpoint(folder, tag="before")
+    first.mst.finish_save()
+    under_way = Path(folder) / "first.0123abcd.partial"
+    under_way.mkdir(exist_ok=True)
+    second.save_checkpoint(folder, tag="second")
+    second.mst.finish_save()
+    for engine in (first, second):
+        engine.mst.saves.close()
+    return under_way.is_dir()
+
+
+def test_two_engines_save_into_one_folder(tmp_path):
+    assert pool.run(with_two_engines, 1, str(tmp_path)) == [True]
+
+
 def saved_twice(rank, world, folder, in_background):
     """The names in a folder that has files of an earlier save by more ranks."""
     engine = started(1, world)
