@@ -96,6 +96,7 @@ class Topology(Component):
         self.constant_scale = zero_shards.has_constant_scale(engine)
         self._overflow_logged = False
         self.under_way: TopologyStep | None = None
+        self._updated_before = False  # whether an update has made optimizer states before the step under way
         self.revived: Tally = {}
         """(revived, all) units by kind of the last topology step, over all stages."""
         # a run that starts dense has had every weight active: the share is 1, and no bit need be kept to know it
@@ -134,6 +135,7 @@ class Topology(Component):
     def before_step(self) -> None:
         step = int(self.engine.global_steps) + 1
         self.under_way = None
+        self._updated_before = any(zero_shards.base_optimizer(self.engine).state.values())
         if self.is_due(step):
             point = self.state.schedule.at(step)
             dense = self.reads_dense_gradients(step)
@@ -186,8 +188,8 @@ class Topology(Component):
     def holds_update(self) -> bool:
         if not self.config.replaces_update or self.under_way is None:
             return False
-        first = not any(zero_shards.base_optimizer(self.engine).state.values())  # without it, there is no momentum
-        return not (first and "momentum" in self.policy.reads)
+        # in the first step there is no momentum, in any of the parameter groups that are updated one after the other
+        return self._updated_before or "momentum" not in self.policy.reads
 
     def after_update(self, tensors: Collection[int]) -> None:
         if self.under_way is not None:

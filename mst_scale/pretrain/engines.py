@@ -79,7 +79,7 @@ def _train_with_one_engine(
     """
     run = Run(prepared, stop, stop_at=args.stop_at, health=args.health, command=command_of(args.on_event), left=left)
     if prepared.source_is_elsewhere:
-        run.save_first()
+        run.save_first(wait=prepared.branches)  # its trunk does not keep this step for long
     if restored is not None:
         run.record_event(from_memory.CONTINUED, **restored)
     begun, first = time.monotonic(), run.step
@@ -109,7 +109,8 @@ def _train_with_one_engine(
     if run.run_file is not None:
         run.record_end(FINISHED)
         more = uncounted_flops(run.experiment, run.step * run.batch)
-        corpora = [start.get("corpus") for start in run.run_file.starts]
+        starts = [start for start in run.run_file.starts if start.get("last_step") != start.get("from_step")]
+        corpora = [start.get("corpus") for start in starts]
         compare = functools.partial(
             compare_with_baseline,
             run.training.baseline,

@@ -46,6 +46,8 @@ class Progress:
     step: int = 0
     losses: tuple[float, ...] = ()
     """The latest losses, with which spikes are detected."""
+    in_spike: bool = False
+    """Whether the last of them belongs to a spike."""
     skipped: tuple[int, ...] = ()
     """Batches skipped by rollbacks."""
     layers: dict[str, Any] = field(default_factory=dict)
@@ -241,7 +243,8 @@ def load_checkpoint(engine: Any, ledger: Ledger, out: Path, ranks: Ranks, loadab
     step = int(state["step"])
     logger.info("continuing %s from step %d%s", out, step, how)
     losses, skipped = tuple(state.get("losses", ())), tuple(state.get("skipped", ()))
-    return Progress(step, losses, skipped, dict(state.get("layers", {})))
+    in_spike = bool(state.get("in_spike", False))
+    return Progress(step, losses, in_spike, skipped, dict(state.get("layers", {})))
 
 
 def _load_progress(engine: Any, ledger: Ledger, out: Path, ranks: Ranks, loadable: Loadable) -> tuple[Progress, int]:

@@ -18,12 +18,12 @@ ROBUST = 1.4826  # standard deviation of a normal distribution divided by its me
 
 
 class Spikes:
-    """Detects spikes among the losses of a run. A checkpoint only has to keep `losses`."""
+    """Detects spikes among the losses of a run. A checkpoint keeps `losses` and `in_spike`."""
 
-    def __init__(self, config: SpikeConfig, losses: Iterable[float] = ()):
+    def __init__(self, config: SpikeConfig, losses: Iterable[float] = (), in_spike: bool = False):
         self.config = config
         self.losses: deque[float] = deque(losses, maxlen=config.window)
-        self._in_spike = False
+        self.in_spike = in_spike
 
     def threshold(self) -> float:
         """Return the highest loss that is not a spike: infinity until half of the window is filled."""
@@ -40,9 +40,9 @@ class Spikes:
         """
         if not math.isfinite(loss):
             return False
-        was_in_spike, self._in_spike = self._in_spike, loss > self.threshold()
+        was_in_spike, self.in_spike = self.in_spike, loss > self.threshold()
         self.losses.append(loss)
-        return self._in_spike and not was_in_spike
+        return self.in_spike and not was_in_spike
 
 
 def batch_number(step: int, skipped: Iterable[int]) -> int:

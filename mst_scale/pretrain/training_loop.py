@@ -125,7 +125,7 @@ class Run:
         self.stop, self.stop_at = stop, stop_at
         self.nonfinite = 0
         self.step = prepared.progress.step
-        self.spikes = Spikes(self.training.spike, prepared.progress.losses)
+        self.spikes = Spikes(self.training.spike, prepared.progress.losses, prepared.progress.in_spike)
         self.skipped = list(prepared.progress.skipped)  # batches left out by rollbacks
         self.votes = comm.Votes(self.ranks)
         self.observer = Observer(
@@ -216,7 +216,7 @@ class Run:
         self.observer.after(self.step, self.step * self.batch)
         # asked to stop, a run whose loss is not finite waits for a step that it can save
         stops = any(verdict.stop for verdict in verdicts) and (due.last or not self.nonfinite)
-        changes = not due.last and self._storage_changes()
+        changes = not due.last and self._storage_changes(finite=not self.nonfinite)
         pauses = not due.last and self.pauses and not self.nonfinite
         if self.nonfinite:
             if due.last or changes:
@@ -251,7 +251,7 @@ class Run:
 
     def _vote(self, loss: torch.Tensor, due: Due) -> list[Verdict]:
         """Tell the other ranks this step's loss and whether this one was asked to stop; return what is known by now."""
-        ends = not due.last and (self.pauses or self._storage_changes())
+        ends = not due.last and (self.pauses or self._storage_changes(finite=True))
         asked = self.stop is not None and self.stop.asked
         # reading the loss waits for the device, but DeepSpeed's gradient norm has already done so
         verdicts = self.votes.cast(self.step, asked, float(loss), wait=due.anything or ends)
@@ -292,13 +292,13 @@ class Run:
         self.ranks.leave()
         raise SystemExit(0)
 
-    def _storage_changes(self) -> bool:
-        """Return whether the next step is trained with another storage than this engine's.
+    def _storage_changes(self, finite: bool) -> bool:
+        """Return whether the next step is trained with other storage than this engine's, if the loss is finite or not.
 
         A dense engine continues while the loss is not finite; a compact one cannot.
         """
         found = storage.stretch_after(self.stretches, self.step, self.engine.mst.state.settled)
-        return found != self.stretch and (found is None or not self.nonfinite)
+        return found != self.stretch and (found is None or finite)
 
     def hand_over(self) -> zero_shards.Handover:
         """Return what the next engine continues from, when the storage of weights changes (collective)."""
@@ -311,9 +311,9 @@ class Run:
         self.record.say(f"step {self.step}: the storage of weights changes, and another engine continues")
         return handover
 
-    def save_first(self) -> None:
+    def save_first(self, wait: bool) -> None:
         """Save the first checkpoint after a change of storage, or of a branch."""
-        self.saves.save(self.step, self._state(), final=False)
+        self.saves.save(self.step, self._state(), final=wait or self.pauses)
 
     def _find_step_to_undo(self, verdict: Verdict) -> int | None:
         """Return the step that a rollback must undo because of this loss, or None."""
@@ -336,9 +336,8 @@ class Run:
         Returns:
             Whether there was such a checkpoint.
         """
-        self.votes.drain()  # the vote of a step that is undone, too
+        later = self.votes.drain()  # of steps that are undone, too
         self.saves.finish()
-        self.saves.drop_copies()
         tag = finding.newest(self.saves.folder, self.ranks, before=bad)
         if tag is not None and not self._stores_alike(self.saves.folder / tag):
             tag = None
@@ -346,14 +345,17 @@ class Run:
             if self.nonfinite:
                 self._raise_if_nonfinite()
             self.record.say(f"there is no checkpoint before step {bad} to roll back to: the run continues")
+            for verdict in later:
+                self._find_step_to_undo(verdict)
             return False
+        self.saves.drop_copies()
         number, here = batch_number(bad - 1, self.skipped), self.step
         compact = zero_shards.is_compact(self.engine.module)
         loadable = resume.find_loadable(self.saves.folder / tag, self.ranks, self.experiment.deepspeed, compact)
         progress = load_checkpoint(self.engine, self.ledger, self.out, self.ranks, loadable)
         self.verification.forget()
         self.step, self.record.layers = progress.step, progress.layers
-        self.spikes = Spikes(self.training.spike, progress.losses)
+        self.spikes = Spikes(self.training.spike, progress.losses, progress.in_spike)
         self.skipped = sorted({*self.skipped, *progress.skipped})
         self.ranks.on_first(lambda: store.set_aside(self.saves.folder, self.step))
         first = max(batch_number(self.step, self.skipped), number - self.training.spike.skip + 1)
@@ -376,6 +378,7 @@ class Run:
         return {
             **self.ledger.state(),
             "losses": list(self.spikes.losses),
+            "in_spike": self.spikes.in_spike,
             "skipped": self.skipped,
             "layers": self.record.layers,
         }

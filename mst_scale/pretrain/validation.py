@@ -40,6 +40,11 @@ def validate(experiment: Experiment, ranks: int, mesh: Mesh | None = None) -> No
         OSError: if the folder of a monitor cannot be created.
     """
     _validate_memory(experiment, ranks)
+    if experiment.deepspeed.get("managed_gradient_accumulation") is False:
+        raise UserError(
+            "managed_gradient_accumulation = false is for your own training loop, in which every engine.step() updates "
+            "the weights: leave it out, because mst_scale.pretrain accumulates micro-batches itself"
+        )
     zero_shards.check_precision(precision_of(experiment.deepspeed))
     _validate_deepspeed_keys(without_sizes(experiment.deepspeed), mesh)
     zero_shards.check_configured_optimizer(experiment.deepspeed)

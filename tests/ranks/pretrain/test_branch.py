@@ -1,5 +1,6 @@
 """A decay that branches off another run's checkpoint is bit for bit the run whose decay was planned so."""
 
+import functools
 import json
 import shutil
 from pathlib import Path
@@ -53,9 +54,11 @@ def test_a_branch_is_the_run_that_was_planned_so(tmp_path, method):
     assert differing(out, short, "step00000014") == []
 
 
-def test_a_branch_that_starts_again_is_the_same_although_its_trunk_has_gone_on(tmp_path):
+@pytest.mark.parametrize("in_background", [False, True])
+def test_a_branch_that_starts_again_is_the_same_although_its_trunk_has_gone_on(tmp_path, in_background):
     """Its first start ends where it branches off, with a checkpoint of that step."""
     trunk, out = tmp_path / "trunk", tmp_path / "branch"
+    run = functools.partial(globals()["run"], training={**STEADY, "async_save": in_background})
     assert run(tmp_path, "trunk", "--stop-at", "6") == (0, "")
     command = ["--branch-decay-from", str(trunk), "--steps", "14"]
     assert run(tmp_path, "branch", *command, "--stop-at", "6") == (0, "")

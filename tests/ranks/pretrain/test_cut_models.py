@@ -110,6 +110,7 @@ REFUSED = [
     ({"pipeline": {"stages": 2}, "flops_profiler": {"enabled": True}}, "flops_profiler.enabled"),
     ({"pipeline": {"stages": 2}, "wall_clock_breakdown": True}, "wall_clock_breakdown"),
     ({"pipeline": {"stages": 2}, "managed_gradient_accumulation": False}, "managed_gradient_accumulation = false"),
+    ({"managed_gradient_accumulation": False}, "is for your own training loop"),
     (
         {"pipeline": {"stages": 2}, "zero_optimization": {"stage": 1}, "data_types": {"grad_accum_dtype": "bf16"}},
         "grad_accum_dtype = bf16 at ZeRO-1 in fp32 does not work with a pipeline that ties weights",

@@ -6,7 +6,7 @@ import shutil
 import pytest
 
 from mst_scale.config import SpikeConfig
-from mst_scale.pretrain import training_loop
+from mst_scale.pretrain import saving, training_loop
 from mst_scale.pretrain.batches import MicroBatches
 from mst_scale.pretrain.spikes import Spikes, batch_number
 from tests.support import pool, tiny_run
@@ -25,6 +25,14 @@ def test_a_jump_counts_and_drift_and_noise_do_not():
     assert spikes.begins(losses[-1] + 9) and not spikes.begins(losses[-1] + 8), "one spike, seen once"
     assert not spikes.begins(losses[-1]) and spikes.begins(losses[-1] + 9)
     assert not spikes.begins(math.nan) and len(spikes.losses) == 16
+
+
+def test_a_spike_that_has_begun_continues_after_a_checkpoint():
+    config = SpikeConfig(window=8, deviations=2, rise=0.1)
+    spikes = Spikes(config, [1.0, 1.1, 0.9, 1.0, 1.05])
+    assert spikes.begins(3.0) and spikes.in_spike
+    assert not Spikes(config, spikes.losses, spikes.in_spike).begins(3.1)
+    assert Spikes(config, spikes.losses).begins(3.1)
 
 
 def test_the_bound_by_hand():
@@ -121,6 +129,22 @@ def test_by_default_a_spike_is_logged_and_the_run_continues(tmp_path):
     shutil.rmtree(tmp_path / "out")
     results = pool.run(spiky, 2, rolling(tmp_path, "out", action="log"), "nan")
     assert [code for code, _ in results] == [3, 3] and "not finite" in "".join(text for _, text in results)
+
+
+def drops(rank, world, argv):
+    """The exit code of a run with a spike, and how often it removes the copies in memory."""
+    inner, dropped = saving.Saves.drop_copies, []
+    saving.Saves.drop_copies = lambda self: (dropped.append(1), inner(self))
+    try:
+        return spiky(rank, world, argv, "jump")[0], len(dropped)
+    finally:
+        saving.Saves.drop_copies = inner
+
+
+def test_copies_in_memory_stay_where_there_is_no_rollback(tmp_path):
+    argv = [*rolling(tmp_path, "out"), "--set", "training.save_every=0"]
+    assert pool.run(drops, 2, argv) == [(0, 1)] * 2, "at the last save"
+    assert [e["what"] for e in story(tmp_path)["events"] if e["what"] != "revived dead units"] == ["spike"]
 
 
 def test_without_a_checkpoint_there_is_no_rollback(tmp_path):
