@@ -92,7 +92,7 @@ def run(args: argparse.Namespace) -> int:
 def _verify(args: argparse.Namespace) -> int:
     from mst_scale.data.corpus import verify
 
-    if args.source or args.out:
+    if args.source or args.out or args.force or args.workers:
         raise UserError("--verify takes a corpus folder and nothing else: mst data --verify DIR")
     folder = Path(args.verify)
     meta = verify(folder)

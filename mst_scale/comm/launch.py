@@ -84,11 +84,13 @@ def complete_environment() -> None:
             alone.
     """
     missing = [name for name in LAUNCHER_VARIABLES if name not in os.environ]
-    if missing and not under_mpi() and os.environ.get("WORLD_SIZE", "1") != "1":
+    of_one = {"WORLD_SIZE": "1", "RANK": "0"}
+    stated = next((name for name, value in of_one.items() if os.environ.get(name, value) != value), None)
+    if missing and stated is not None and not under_mpi():
         raise UserError(
-            f"WORLD_SIZE is {os.environ['WORLD_SIZE']}, but {' and '.join(missing)} "
+            f"{stated} is {os.environ[stated]}, but {' and '.join(missing)} "
             f"{'is' if len(missing) == 1 else 'are'} not set: set {', '.join(LAUNCHER_VARIABLES)} for each rank, as "
-            "torchrun and deepspeed do, or unset WORLD_SIZE"
+            f"torchrun and deepspeed do, or unset {stated}"
         )
     if missing:
         values = _mpi_ranks() if under_mpi() else ("0", "0", "1", "127.0.0.1", str(free_port()))

@@ -291,6 +291,10 @@ class UnfinishedCorpus:
         """Whether there is work that a later call can continue."""
         return self.complete or self.journal() is not None
 
+    def source(self) -> Any:
+        """Return what the complete files were made from."""
+        return (_read_json(self.folder / META) or {}).get("source")
+
     def recipe(self) -> dict[str, Any] | None:
         """Return the recipe that the unfinished corpus follows."""
         return _read_json(self.folder / "recipe.json")
@@ -325,6 +329,7 @@ class UnfinishedCorpus:
             if file.exists():
                 file.replace(self.out / file.name)
         _sync_folder(self.out)
+        (self.folder / "journal.json").unlink(missing_ok=True)  # it describes files that have been moved
         (self.folder / META).replace(self.out / META)
         _sync_folder(self.out)
         self.discard()

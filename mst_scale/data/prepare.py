@@ -74,19 +74,22 @@ def prepare(recipe: Recipe, out: str | Path, *, workers: int | None = None, forc
     if not force and not unfinished.folder.exists() and (meta := _finished(out, recipe, identity)):
         return meta
     text: tuple[Tokenizer, Source] | None = None
-    if force or not unfinished.complete:  # a name that cannot be read must not leave a folder behind
+    stale = unfinished.complete and _has_changed(recipe, unfinished.source())
+    if force or stale or not unfinished.complete:  # a name that cannot be read must not leave a folder behind
         text = _open(recipe, out)
     with _writing(out):
         out.mkdir(parents=True, exist_ok=True)
     with _locked(out):
         if force:
-            if not (unfinished.resumable and unfinished.recipe() == identity):  # else this rebuild was stopped
-                unfinished.empty()
+            if unfinished.complete or not (unfinished.resumable and unfinished.recipe() == identity):
+                unfinished.empty()  # else this rebuild was stopped, and continues
         elif meta := _finished(out, recipe, identity):
             unfinished.discard()  # left over from a rebuild that was abandoned
             return meta
         else:
             _check_free(unfinished, identity)
+            if unfinished.complete and _has_changed(recipe, unfinished.source()):
+                unfinished.empty()
         if not unfinished.complete:
             try:
                 _build(recipe, text or _open(recipe, out), unfinished, workers or _cores())
@@ -107,15 +110,20 @@ def _finished(out: Path, recipe: Recipe, identity: dict[str, Any]) -> dict[str, 
     if difference := _first_difference(meta["recipe"], identity):
         raise UserError(f"{out} holds a corpus with {difference}; choose another folder, or --force to replace it")
     check_sizes(out, meta)
-    files = None
-    if recipe.source != STDLIB:  # another Python's library would do as well
-        with contextlib.suppress(UserError, Damaged):  # a finished corpus is good without its source
-            files = local_files(recipe)
-    if files is not None and describe_files(files) != meta["source"]:
+    if _has_changed(recipe, meta["source"]):
         raise UserError(
             f"the files of the source have changed since {out} was built from them; --force builds it again"
         )
     return meta
+
+
+def _has_changed(recipe: Recipe, source: Any) -> bool:
+    """Return whether the files of a source are there, and others than those that a complete corpus was made from."""
+    files = None
+    if recipe.source != STDLIB:  # another Python's library would do as well
+        with contextlib.suppress(UserError, Damaged):  # a finished corpus is good without its source
+            files = local_files(recipe)
+    return files is not None and describe_files(files) != source
 
 
 def _check_free(unfinished: UnfinishedCorpus, identity: dict[str, Any]) -> None:

@@ -23,10 +23,11 @@ ROOT = SCRIPTS.parent  # the clone, or the package where it is installed
 CARRIED = (
     "PATH", "PYTHONPATH", "LD_LIBRARY_PATH", "OMP_NUM_THREADS", "PYTORCH_CUDA_ALLOC_CONF",
     "TORCH_NCCL_ASYNC_ERROR_HANDLING", "GLOO_SOCKET_IFNAME", "DEEPSPEED_TIMEOUT", "PYTHONUNBUFFERED",
-    "PYTHONFAULTHANDLER", "TORCH_EXTENSIONS_DIR", "DS_ACCELERATOR", "HF_HOME",
+    "PYTHONFAULTHANDLER", "TORCH_EXTENSIONS_DIR", "DS_ACCELERATOR", "LD_PRELOAD", "TIKTOKEN_CACHE_DIR",
+    "DATA_GYM_CACHE_DIR", "HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY", "http_proxy", "https_proxy", "no_proxy",
     "MST_LAUNCHER", "MST_RESTART", "MST_RESIZED", "MST_START", "MST_TRACEBACK", "MST_PROGRESS",
 )  # fmt: skip
-CARRIED_PREFIXES = ("NCCL_", "FI_", "UCX_", "TORCH_", "TRITON_", "MST_SCALE_")
+CARRIED_PREFIXES = ("NCCL_", "FI_", "UCX_", "TORCH_", "TRITON_", "MST_SCALE_", "HF_")
 SECRET = re.compile("TOKEN|SECRET|PASSWORD|CREDENTIAL|_KEY")  # would be seen in the command lines of ssh
 OF_THE_SHELL = ("_", "PWD", "OLDPWD", "SHLVL")
 
@@ -83,8 +84,8 @@ def _set_limits() -> None:
 
 def carried_variables() -> dict[str, str]:
     """Return the variables that ranks on other nodes must have too, as far as they are set."""
-    of_cluster = {name for name in _set_by_cluster if not SECRET.search(name)}
-    more = sorted(name for name in os.environ if name.startswith(CARRIED_PREFIXES) or name in of_cluster)
+    chosen = (name for name in os.environ if name.startswith(CARRIED_PREFIXES) or name in _set_by_cluster)
+    more = sorted(name for name in chosen if not SECRET.search(name))
     return {name: os.environ[name] for name in dict.fromkeys((*CARRIED, *more)) if name in os.environ}
 
 

@@ -25,6 +25,7 @@ import statistics
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 from mst_scale.errors import UserError
 from mst_scale.launch.command_line import read_options, read_request
@@ -118,20 +119,30 @@ def _is_finished(folder: Path, words: list[str]) -> bool:
     def without_flag(command: list[str]) -> list[str]:  # which the launcher itself puts after CONFIG
         return [word for word in command if word != FLAG]
 
-    starts, wanted = run_file.read(folder / "run.json").get("starts", []), without_flag(words)
-    commands = [without_flag(start.get("command", [])) for start in starts if start.get("how") == FINISHED]
+    wanted = without_flag(words)
+    commands = [without_flag(start.get("command", [])) for start in _starts(folder) if start.get("how") == FINISHED]
     return any(command[-len(wanted) :] == wanted for command in commands)
 
 
+def _starts(folder: Path) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = run_file.read(folder / "run.json").get("starts", [])
+    return found
+
+
 def _print_table(out: Path, methods: list[str], seeds: list[str]) -> None:
-    """Print the last validation loss and fraction of dense FLOPs of each method, as a mean over its seeds."""
+    """Print the last validation loss and fraction of dense FLOPs of each method, as a mean over its finished seeds."""
     print(f"{'method':<14}{'runs':>5}{'validation loss':>18}{'± over seeds':>14}{'FLOPs':>8}")
     for method in methods:
-        rows = [row for seed in seeds if (row := last_rows(out / f"{method}-{seed}" / "metrics.jsonl")[1])]
+        folders = [out / f"{method}-{seed}" for seed in seeds]
+        begun = [folder for folder in folders if (folder / "run.json").is_file()]
+        finished = [folder for folder in begun if any(start.get("how") == FINISHED for start in _starts(folder))]
+        rows = [row for folder in finished if (row := last_rows(folder / "metrics.jsonl")[1])]
         loss = spread = share = "–"
         if rows:
             loss = f"{statistics.mean(row['val_loss'] for row in rows):.4f}"
             share = f"{statistics.mean(row['flops'] / row['flops_dense'] for row in rows):.2f}"
         if len(rows) > 1:
             spread = f"{statistics.stdev(row['val_loss'] for row in rows):.4f}"
-        print(f"{method:<14}{len(rows):>5}{loss:>18}{spread:>14}{share:>8}")
+        others = len(begun) - len(finished)
+        note = f"   {others} not finished, left out" if others else ""
+        print(f"{method:<14}{len(rows):>5}{loss:>18}{spread:>14}{share:>8}{note}")

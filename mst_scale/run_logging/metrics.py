@@ -36,6 +36,13 @@ class MetricsFile:
                     self.seconds = self.seconds if row is None else row.get("seconds", 0.0)
                 file.truncate(self._length)
 
+    def rewound(self, step: int) -> MetricsFile:
+        """Return the file of a run that goes back to a step, with the rows up to it, also those that wait."""
+        found = MetricsFile(self.path, step)
+        rows = [(line, parse(line)) for line in self._waiting]
+        found._waiting = [line for line, row in rows if row is not None and row["step"] <= step]
+        return found
+
     def write(self, row: dict[str, Any]) -> None:
         """Append a row. After an OSError, it and those before it are written by the next call."""
         self._waiting.append(json.dumps(without_nan(row)).encode() + b"\n")

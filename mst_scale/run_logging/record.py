@@ -124,7 +124,7 @@ class Record:
     def rewind(self, step: int, tokens: int) -> None:
         """Remove the rows after `step`, to which the run is rolled back."""
         if self._first:
-            self._metrics = MetricsFile(self.out / "metrics.jsonl", step)
+            self._metrics = self._metrics.rewound(step)
         self.restart(step, tokens)
 
     def say(self, message: str) -> None:

@@ -119,7 +119,7 @@ class Killed(BaseException):
 
 
 @pytest.mark.parametrize("rebuilding", [False, True])
-@pytest.mark.parametrize("moment", range(8))
+@pytest.mark.parametrize("moment", range(9))
 def test_killed_while_files_are_moved_in(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: int, rebuilding: bool
 ):
@@ -162,6 +162,41 @@ def test_killed_while_files_are_moved_in(
     else:
         make(source, out, val_fraction=0.5)
     assert contents(out) == contents(tmp_path / "expected")
+
+
+@pytest.mark.parametrize("force", [False, True])
+def test_complete_files_of_a_source_that_has_changed_are_made_again(tmp_path: Path, monkeypatch, force: bool):
+    """The call before ended between the last file and the move."""
+    source, out = jsonl(tmp_path / "a.jsonl", TEXTS), tmp_path / "out"
+    recipe = Recipe(str(source), "byte", val_fraction=0.5)
+
+    def killed(self: UnfinishedCorpus) -> None:
+        raise Killed
+
+    with monkeypatch.context() as patch:
+        patch.setattr(UnfinishedCorpus, "publish", killed)
+        with pytest.raises(Killed):
+            prepare.prepare(recipe, out, workers=1)
+    jsonl(source, [*TEXTS, "more text"])
+    prepare.prepare(recipe, out, workers=1, force=force)
+    make(source, tmp_path / "expected", val_fraction=0.5)
+    assert contents(out) == contents(tmp_path / "expected")
+
+
+def test_force_makes_a_complete_file_that_is_gone(tmp_path: Path, monkeypatch):
+    source, out = jsonl(tmp_path / "a.jsonl", TEXTS), tmp_path / "out"
+    make(source, out, val_fraction=0.5)
+    expected = contents(out)
+    (out / ".partial").mkdir()
+    for name in ("meta.json", "val.bin"):
+        (out / name).rename(out / ".partial" / name)
+    recipe = json.loads((out / ".partial" / "meta.json").read_text())["recipe"]
+    (out / ".partial" / "recipe.json").write_text(json.dumps(recipe))
+    (out / "train.bin").unlink()
+    with pytest.raises(UserError, match=r"train\.bin.*--force"):
+        make(source, out, val_fraction=0.5)
+    prepare.prepare(Recipe(str(source), "byte", val_fraction=0.5), out, workers=1, force=True)
+    assert contents(out) == expected
 
 
 def test_a_complete_file_that_is_gone_is_missed(tmp_path: Path):

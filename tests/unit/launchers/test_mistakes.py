@@ -24,6 +24,30 @@ def test_a_launcher_that_leaves_out_a_variable(monkeypatch):
         complete_environment()
 
 
+def test_a_rank_without_a_world(monkeypatch):
+    """As where a scheduler hands on only some of the variables: each process would train alone."""
+    for name in LAUNCHER_VARIABLES:
+        monkeypatch.setenv(name, "1")
+    for name in ("WORLD_SIZE", "LOCAL_RANK"):
+        monkeypatch.delenv(name)
+    with pytest.raises(UserError, match="RANK is 1, but LOCAL_RANK and WORLD_SIZE are not set"):
+        complete_environment()
+
+
+def test_the_table_of_a_sweep_leaves_out_runs_that_have_not_finished(tmp_path, capsys):
+    for seed, how, loss in (("1", "finished", 4.0), ("2", "diverged", 7.0)):
+        folder = tmp_path / f"mst-{seed}"
+        folder.mkdir()
+        (folder / "run.json").write_text(json.dumps({"starts": [{"how": how}]}))
+        (folder / "metrics.jsonl").write_text(
+            json.dumps({"step": 9, "val_loss": loss, "flops": 1, "flops_dense": 2}) + "\n"
+        )
+    sweep._print_table(tmp_path, ["mst", "dense"], ["1", "2"])
+    _, found, none = capsys.readouterr().out.splitlines()
+    assert found.split() == ["mst", "1", "4.0000", "–", "0.50", "1", "not", "finished,", "left", "out"]
+    assert none.split() == ["dense", "0", "–", "–", "–"]
+
+
 def test_a_program_that_no_launcher_started(monkeypatch):
     for name in LAUNCHER_VARIABLES:
         monkeypatch.setenv(name, "")

@@ -101,6 +101,9 @@ def test_what_cluster_sh_sets_reaches_other_machines(tmp_path, monkeypatch):
     monkeypatch.setenv("FI_PROVIDER", "efa")
     monkeypatch.setenv("MINE", "0")
     monkeypatch.setenv("OTHER", "1")
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setenv("HF_TOKEN", "x")
     environment.load_cluster_settings()
     carried = environment.carried_variables()
+    assert carried["HF_HUB_OFFLINE"] == "1"
     assert carried["MINE"] == "1" and carried["FI_PROVIDER"] == "efa" and not {"OTHER", "HF_TOKEN"} & {*carried}

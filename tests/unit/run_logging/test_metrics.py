@@ -38,3 +38,13 @@ def test_a_resumed_run_continues_its_clock(tmp_path):
     assert MetricsFile(path, 2).seconds == 4.0
     path.write_text('{"step": 1}\n')
     assert MetricsFile(path, 1).seconds == MetricsFile(tmp_path / "new.jsonl", 0).seconds == 0.0
+
+
+def test_rows_that_wait_for_the_disk_survive_a_rollback(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    file = MetricsFile(path, 0)
+    file.write({"step": 1})
+    file._waiting = [json.dumps({"step": step}).encode() + b"\n" for step in (2, 3, 4)]
+    file = file.rewound(3)
+    file.write({"step": 4})
+    assert [row["step"] for row in read(path)] == [1, 2, 3, 4]
