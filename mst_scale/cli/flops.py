@@ -87,7 +87,8 @@ def run(args: argparse.Namespace) -> int:
     named = {"mst.like": args.match_flops, "mst.grow_from": args.grow_from}
     overrides = [*args.set, *(f"{key}={json.dumps(value)}" for key, value in named.items() if value)]
     experiment = load(args.config, overrides, args.method)
-    replicas = sizes_of(experiment.deepspeed).data(args.ranks or 1)
+    sizes = sizes_of(experiment.deepspeed)
+    replicas = sizes.data(args.ranks or sizes.model)
     if args.ranks is not None:
         batch_shape(experiment.deepspeed, replicas)  # raises if they cannot share the batch
     experiment = shortened(experiment, replicas)

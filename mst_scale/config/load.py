@@ -91,16 +91,22 @@ def _composed(
     """Return the name for messages and the config with the command line's changes, before presets are filled in."""
     where, raw = read(config)
     overrides = list(overrides)
-    asked: dict[str, Any] = {}
+    asked: dict[str, Any] = {"mst": {"method": method}}
     for override in overrides:
-        if override.partition("=")[0] == "recipe":
+        if override.partition("=")[0] in ("recipe", "mst.method"):
             apply_override(asked, override)
     if asked.get("recipe") is not None and all(isinstance(raw.get(block, {}), dict) for block in BLOCKS):
-        recipe = _recipe(asked["recipe"], {}, where, overrides)
-        if "sparse_tokens" in recipe["mst"].get("sparsity", {}):  # replaces durations that the file states
+        wanted = asked["mst"]["method"]
+        recipe = _recipe(asked["recipe"], {} if wanted is None else asked, where, overrides)
+        sparsity = recipe["mst"].get("sparsity", {})
+        if "sparse_tokens" in sparsity:  # replaces durations that the file states
             raw["mst"] = _without(DURATIONS["sv"], raw.get("mst", {}))
-        _take_method(raw, recipe["mst"]["method"], where)
+        if any(name in sparsity for name in DURATIONS["sv"]):  # replace a limit that it states
+            raw["mst"] = _without(["sparse_tokens"], raw.get("mst", {}))
+        if wanted in (None, recipe["mst"]["method"]):
+            _take_method(raw, recipe["mst"]["method"], where)
         raw |= {name: _under(raw.get(name, {}), block) for name, block in recipe.items()}
+        method = wanted
     if method is not None and isinstance(raw.get("mst", {}), dict):
         _take_method(raw, method, where)
     for override in overrides:

@@ -121,7 +121,9 @@ class MSTConfig:
     )
 
     def __post_init__(self) -> None:
-        if (self.method == "fixed") != (self.masks is not None):
+        if self.method == "fixed" and self.masks is None:
+            raise UserError("mst.masks is null: leave it out to keep the zeros of the weights, or name a file of masks")
+        if self.method != "fixed" and self.masks is not None:
             raise UserError(
                 f"mst.masks is only for method fixed: leave it out with method {self.method}, or choose method fixed"
             )

@@ -133,7 +133,7 @@ def _unread_in_sparsity(mst: MSTConfig, steps: int) -> Iterator[str]:
         yield "sparse_tokens"
     if "restore" not in gradual and ("warmup" not in gradual or mst.sparsity.warmup_moves == "continuous"):
         yield "stages"
-    if mst.function is None and not _without_limit(mst).schedule(steps).at(0).sparsity:
+    if mst.masks is not None or (mst.function is None and not _without_limit(mst).schedule(steps).at(0).sparsity):
         yield "initial"
 
 

@@ -205,9 +205,9 @@ class SparsityConfig:
         warmup, ultra, restore = (_steps(d, total) for d in (self.warmup, self.ultra, self.restore))
         turns: list[tuple[str, float | None]] = []
         if self.variation == "acdc":
-            turn = _steps(self.turn, total)
-            if turn <= 0:
+            if not self.turn:
                 raise UserError("mst.sparsity.turn must be above 0 for acdc: it is the length of its phases")
+            turn = max(1.0, _steps(self.turn, total))
             turns = [("ultra", turn), ("dense", turn)] * max(1, round(ultra / (2 * turn)))
         stated: dict[str, list[tuple[str, float | None]]] = {
             "sv": [("warmup", warmup), ("ultra", ultra), ("restore", restore), ("dense", None)],

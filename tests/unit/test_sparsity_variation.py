@@ -434,5 +434,13 @@ def test_a_policy_without_swaps_has_topology_steps_only_where_the_sparsity_chang
     assert not SparsityConfig(variation="sparse").depends_on_length(TopologyConfig(policy=policy))
 
 
+@pytest.mark.parametrize("turn", [1e-9, 1e-4, 6e-4, 1])
+def test_a_turn_has_at_least_one_step(turn):
+    schedule = resolved(1000, variation="acdc", turn=turn, warmup=100, ultra=300)
+    names = [phase.name for phase in schedule.phases]
+    assert names == ["dense", *["ultra", "dense"] * 150, "ultra"]
+    assert (schedule.phases[-1].start, schedule.phases[-1].stop) == (400, 1000)
+
+
 def test_turns_without_end_are_not_laid_out_to_see_whether_they_depend_on_the_length():
     assert SparsityConfig(variation="acdc", turn=100).depends_on_length(TopologyConfig())

@@ -181,3 +181,9 @@ def test_reductions_that_the_paper_quotes_next_to_our_count(capsys):
         for key in ("reduction", "reduction_gpt2"):
             assert row[key] is None or f"{row[key]:.2f}×" in written, (row["name"], key)
     assert "as quoted" in ask(capsys, "--paper")
+
+
+def test_a_tensor_parallel_config_is_counted_without_a_number_of_ranks(capsys):
+    words = ["--config", CONFIG, "--json"]
+    shared = ask(capsys, *words, "--set", "tensor_parallel.autotp_size=2")
+    assert json.loads(shared)["total_flops"] == json.loads(ask(capsys, *words))["total_flops"]

@@ -100,6 +100,21 @@ def test_another_method_does_not_take_the_topology_of_a_recipe():
     assert load({**MINIMAL, "recipe": "mst-best"}, method="mst").mst.topology.grown_moments == "active_mean"
 
 
+@pytest.mark.parametrize("method", ["dense", "rigl", "gmp", "spdf"])
+@pytest.mark.parametrize("recipe", ["mst-best", "mst-channels"])
+def test_a_recipe_and_a_method_on_the_command_line_are_those_of_a_file(recipe, method):
+    of_file = load({**MINIMAL, "recipe": recipe}, method=method)
+    for raw in (MINIMAL, {**MINIMAL, "mst": {"method": "dense"}}):
+        for found in (load(raw, [f"recipe={recipe}"], method), load(raw, [f"recipe={recipe}", f"mst.method={method}"])):
+            assert found.mst == of_file.mst
+    assert of_file.mst.stays_dense == (method == "dense")
+
+
+def test_a_recipe_on_the_command_line_replaces_the_limit_of_the_sparse_phase():
+    raw = {**MINIMAL, "mst": {"method": "mst", "sparsity": {"sparse_tokens": 5}}}
+    assert load(raw, ["recipe=mst-lean"]).mst == load(MINIMAL, ["recipe=mst-lean"]).mst
+
+
 def test_keys_that_override_a_recipe_are_named_in_one_line():
     assert overridden_in_recipe({**MINIMAL, "recipe": "mst-best"}) is None
     assert overridden_in_recipe({**MINIMAL, "mst": {"method": "rigl"}}) is None, "no recipe"
