@@ -37,8 +37,8 @@ from `mst_scale/config/deepspeed_support.json` by `python docs/config_tables.py`
 - **untested**: also rejected, unless `mst.allow_untested` names the key. The same holds for any key or value that is
   not on this page.
 
-Where DeepSpeed accepts `null` or `"auto"`, they select its default, which is exact or harmless. A row `a.*` covers every
-key of `a` that has no row of its own.
+Where DeepSpeed accepts `null` or `"auto"`, they select its default, which is exact or harmless. A row `a.*` covers
+every key of `a` that has no row of its own.
 """
 
 
