@@ -38,7 +38,9 @@ def trained(rank, world, zero, scheduled, folder):
 OFFLOAD = {"offload_optimizer": {"device": "cpu"}}
 
 
-@pytest.mark.parametrize(("scheduled", "more"), [(False, {}), (True, {}), (True, OFFLOAD)])
+@pytest.mark.parametrize(
+    ("scheduled", "more"), [(False, {}), (True, {}), pytest.param(True, OFFLOAD, marks=pytest.mark.full)]
+)
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_groups_are_those_of_stage_0(stage, scheduled, more, tmp_path):
     """torch's own Adagrad, which DeepSpeed calls directly at stage 0, is the oracle; with offload it uses its own."""
