@@ -293,9 +293,9 @@ class Run:
         raise SystemExit(0)
 
     def _storage_changes(self, finite: bool) -> bool:
-        """Return whether the next step is trained with other storage than this engine's, if the loss is finite or not.
+        """Return whether the next step is trained with another storage than this engine's.
 
-        A dense engine continues while the loss is not finite; a compact one cannot.
+        While the loss is not finite, a dense engine continues, which a compact one cannot.
         """
         found = storage.stretch_after(self.stretches, self.step, self.engine.mst.state.settled)
         return found != self.stretch and (found is None or finite)

@@ -58,14 +58,14 @@ def test_a_branch_is_the_run_that_was_planned_so(tmp_path, method):
 def test_a_branch_that_starts_again_is_the_same_although_its_trunk_has_gone_on(tmp_path, in_background):
     """Its first start ends where it branches off, with a checkpoint of that step."""
     trunk, out = tmp_path / "trunk", tmp_path / "branch"
-    run = functools.partial(globals()["run"], training={**STEADY, "async_save": in_background})
-    assert run(tmp_path, "trunk", "--stop-at", "6") == (0, "")
+    train = functools.partial(run, training={**STEADY, "async_save": in_background})
+    assert train(tmp_path, "trunk", "--stop-at", "6") == (0, "")
     command = ["--branch-decay-from", str(trunk), "--steps", "14"]
-    assert run(tmp_path, "branch", *command, "--stop-at", "6") == (0, "")
+    assert train(tmp_path, "branch", *command, "--stop-at", "6") == (0, "")
     assert (out / "checkpoints" / "step00000006").is_dir()
-    assert run(tmp_path, "whole", *command) == (0, "")
-    assert run(tmp_path, "trunk") == (0, "")
-    assert run(tmp_path, "branch", *command) == (0, "")
+    assert train(tmp_path, "whole", *command) == (0, "")
+    assert train(tmp_path, "trunk") == (0, "")
+    assert train(tmp_path, "branch", *command) == (0, "")
     assert without_times(tiny_run.rows(out)) == without_times(tiny_run.rows(tmp_path / "whole"))
 
 
