@@ -10,7 +10,8 @@ from safetensors.torch import save_file
 from mst_scale import tensor_files
 from mst_scale.checkpoints import open_masks
 from mst_scale.comm import Damaged
-from mst_scale.compact_files import layout
+from mst_scale.compact_files import layout, weights
+from mst_scale.errors import UserError
 from mst_scale.generation.sparse_matrix import DenseMatrix
 
 
@@ -47,6 +48,17 @@ def test_a_checkpoint_comes_before_the_zeros_of_weights_beside_it(tmp_path, monk
     (tmp_path / "checkpoint-4" / "latest").write_text("global_step4")  # as Trainer writes them
     monkeypatch.setattr(open_masks, "_of_checkpoint", lambda checkpoint: [(checkpoint.name, None)])
     assert open_masks.of_source(tmp_path) == [("global_step4", None)]
+
+
+def test_a_checkpoint_comes_before_the_weights_beside_it(tmp_path, monkeypatch):
+    """The weights of a Trainer's folder may be older than its newest checkpoint."""
+    (tmp_path / "config.json").write_text('{"model_type": "gpt2"}')
+    monkeypatch.setattr(weights, "_of_gpt2", lambda path: pytest.fail("reads the weights of the folder"))
+    monkeypatch.setattr(weights, "find_transformers", lambda path, config: (path, "a GPT-2"))
+    (tmp_path / "checkpoint-4" / "global_step4" / "mst").mkdir(parents=True)
+    (tmp_path / "checkpoint-4" / "latest").write_text("global_step4")
+    with pytest.raises(UserError, match="mst export"):
+        weights.open_weights(tmp_path)
 
 
 def test_a_truncated_folder_of_transformers_is_damaged(tmp_path):
