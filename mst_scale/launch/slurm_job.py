@@ -113,6 +113,7 @@ class Job:
         # the address by which Slurm itself reaches the first node; its name need not resolve everywhere
         found = re.search(r"NodeAddr=(\S+)", output_of("scontrol", "--oneliner", "show", "node", first))
         os.environ["MASTER_ADDR"] = found[1] if found else first
+        os.environ["SLURM_EXPORT_ENV"] = "ALL"  # srun must hand these on, also if the job was submitted with --export
         os.environ["MASTER_PORT"] = str(20000 + (int(self.number) * 16 + start + requeues) % 12000)
         code = self.supervisor.run(command, variables=step.variables(), leave=self.is_stuck if step.names else None)
         codes = {"refused": 2, "corrupted": 4, "diverged": 3}

@@ -101,8 +101,8 @@ def _train_with_one_engine(
         run.end_corrupted(error)
     except StorageChanges:
         handover = run.hand_over()
-        verified = run.verification.verified
-        return Left(zero_shards.release(run.engine), handover, run.saves.newest_copy, verified)
+        verified, began = run.verification.verified, run.record.began
+        return Left(zero_shards.release(run.engine), handover, run.saves.newest_copy, verified, began)
     finally:
         run.saves.close()
         run.record.finish_monitors()

@@ -152,11 +152,10 @@ def validate_same_model(out: Path, experiment: Experiment) -> None:
         raise UserError(f"{path}: the run in {out} has mst.method {methods[0]}, not {methods[1]}: choose another --out")
 
 
-def with_shape_of_init(experiment: Experiment, init: str, out: Path) -> Experiment:
-    """Return the experiment with the model shape of the weights it starts from (training.init).
+def shape_of_init(experiment: Experiment, init: str, out: Path) -> dict[str, Any]:
+    """Return the keys of the model block in which the weights that a run starts from (training.init) differ from it.
 
-    Other keys of the model block are kept. If the run has a checkpoint, its own config has the shape, and the initial
-    weights are no longer needed.
+    If the run has a checkpoint, its own config has the shape, and the initial weights are no longer needed.
 
     Raises:
         UserError: if the model is not a GPT.
@@ -174,7 +173,7 @@ def with_shape_of_init(experiment: Experiment, init: str, out: Path) -> Experime
     changed = {key: value for key, value in keys.items() if getattr(experiment.model, key) != value}
     if changed:
         logger.info("the model has the shape of %s: %s", init, ", ".join(f"{k} = {v}" for k, v in changed.items()))
-    return dataclasses.replace(experiment, model=dataclasses.replace(experiment.model, **keys))
+    return changed
 
 
 def find_loadable(source: Path, ranks: Ranks, deepspeed: dict[str, Any], compact: bool) -> tuple[Path, bool]:

@@ -156,7 +156,10 @@ def read_experiment(args: argparse.Namespace) -> Experiment:
     out, branches = output_folder(args, experiment), args.branch_decay_from is not None
     check_growth(experiment, branches or bool(finding.list_tags(out / "checkpoints")))
     if experiment.training.init is not None:
-        experiment = resume.with_shape_of_init(experiment, experiment.training.init, out)
+        shape = resume.shape_of_init(experiment, experiment.training.init, out)
+        # loaded anew, because a stride may be a fraction of the context
+        shaped = [*overrides, *(f"model.{key}={json.dumps(value)}" for key, value in shape.items())]
+        experiment = load(args.deepspeed_config, shaped, args.method)
     check(experiment)
     if experiment.training.eval_tasks is not None:
         from mst_scale.evaluation import tasks  # most runs have none

@@ -96,6 +96,8 @@ class Left:
     """The newest copy in memory."""
     verified: int
     """The last step that was verified."""
+    began: float
+    """When the record began, so that times in the metrics include changes of storage."""
 
 
 class Run:
@@ -133,16 +135,10 @@ class Run:
             choose_targets=lambda: choose_targets(self.engine.module, self.experiment.mst.targets),
         )  # fmt: skip
         self.record = Record(
-            self.out,
-            self.training.steps,
-            batch=self.batch,
-            step=self.step,
-            tokens=self.tokens,
-            monitor=self.engine.monitor,
-            first=self.ranks.first,
-            layers=prepared.progress.layers,
-        )
-
+            self.out, self.training.steps, batch=self.batch, step=self.step, tokens=self.tokens,
+            monitor=self.engine.monitor, first=self.ranks.first, layers=prepared.progress.layers,
+            began=None if left is None else left.began,
+        )  # fmt: skip
         self.operations: Operations | None = None
         if self.run_file is not None:
             file = self.run_file

@@ -38,21 +38,23 @@ class Record:
 
     `batch` are the sequences per step, `tokens` those before `step`, and `layers` the effects of topology steps since
     the last row, from a checkpoint. `monitor` is DeepSpeed's, or an object with its `enabled` and `write_events`.
-    `shows` decides whether there is a progress line.
+    `shows` decides whether there is a progress line. `began` is that of the record that this one continues.
     """
 
     def __init__(
         self, out: Path, steps: int | None, *, batch: int, step: int, tokens: int, monitor: Any, first: bool,
-        layers: dict[str, Row], shows: bool = True,
+        layers: dict[str, Row], shows: bool = True, began: float | None = None,
     ):  # fmt: skip
         self.out, self.layers, self.times = out, layers, StepTimes()
         self._comm = zero_shards.comm_bytes()
         self._batch, self._monitor, self._first = batch, monitor, first
         self._disk = OptionalWrites()
         self.restart(step, tokens)
+        self.began = time.monotonic() if began is None else began
         if first:
             self._metrics = MetricsFile(out / "metrics.jsonl", step)
-            self._started = time.monotonic() - self._metrics.seconds
+            if began is None:
+                self.began -= self._metrics.seconds
         self.line = ProgressLine(steps, step, sys.stdout if first and shows else io.StringIO())
 
     def gather(self, mst: Any) -> None:
@@ -99,7 +101,7 @@ class Record:
         if self.layers:
             row["layers"], self.layers = self.layers, {}
         if self._first:
-            row["seconds"] = round(time.monotonic() - self._started, 3)  # includes evaluations and saves, but not stops
+            row["seconds"] = round(time.monotonic() - self.began, 3)  # includes evaluations and saves, but not stops
             self._disk.attempt("metrics.jsonl", lambda: self._metrics.write(row))
             self._disk.attempt("TensorBoard's numbers", lambda: self._write_events(row))
             self.line.show(row, self.times.dense_ms)

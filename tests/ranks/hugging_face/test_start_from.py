@@ -11,6 +11,7 @@ from mst_scale.errors import Damaged, UserError
 from mst_scale.hugging_face import start_from
 from mst_scale.hugging_face.export import export, open_source
 from mst_scale.models.gpt import GPT
+from mst_scale.pretrain import start
 from tests.support import pool, tiny_run, whole_runs
 from tests.support.saved_model import save
 from tests.support.whole_runs import attempt
@@ -66,6 +67,14 @@ def test_a_sparse_run_starts_from_a_dense_run_of_ours(tmp_path):
     assert pool.run(attempt, 2, argv) == [(0, "")] * 2
     before, after = (tiny_run.rows(tmp_path / out)[-1] for out in ("dense", "out"))
     assert after["val_loss"] == pytest.approx(before["val_loss"], rel=1e-6)
+
+
+@pytest.mark.parametrize("stride", [0.25, 12])
+def test_a_stride_in_parts_of_the_context_is_that_of_the_initial_weights(tmp_path, gpt2, stride):
+    given = {"method": "mst", "attention": {"pattern": "strided", "stride": stride}}
+    argv = arguments(tmp_path, gpt2, mst=given, model={"seq_length": 200})
+    experiment = start.read_experiment(start.parse_arguments(argv))
+    assert experiment.model.seq_length == 48 and experiment.mst.attention.stride == 12
 
 
 def test_a_mismatch_is_named(tmp_path, gpt2):

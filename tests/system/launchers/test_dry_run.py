@@ -49,6 +49,8 @@ def test_dry_run_shows_what_each_scheduler_would_run(tmp_path):
     submitted, started = shown("slurm.sh", "--dry-run", *words, cwd=tmp_path, PATH=tools).splitlines()
     assert submitted.startswith("env DS_ACCELERATOR=cpu OMP_NUM_THREADS=1 sbatch --nodes=3 --ntasks-per-node=2 ")
     assert " WORLD_SIZE=6 SRUN_CPUS_PER_TASK=4 " in started and " srun --kill-on-bad-exit=1 --ntasks=6 " in started
+    site = shown("slurm.sh", "--dry-run", *words, cwd=tmp_path, PATH=tools, SBATCH_EXPORT="NONE").splitlines()[0]
+    assert site == submitted.replace("env ", "env SBATCH_EXPORT=ALL ", 1), "the job's ranks need this shell's variables"
     text = shown("local.sh", "--dry-run", made, cwd=tmp_path, PATH=tools, OMP_NUM_THREADS="")
     share = max(1, len(os.sched_getaffinity(0)) // 2)
     assert f" OMP_NUM_THREADS={share} " in text and world_of(text) == {"localhost": ["0", "1"]}, "the cores are shared"

@@ -183,7 +183,8 @@ def submit(cluster, folder: Path, starter: str, *words: str, steps: int = LONG, 
     out, log, made = folder / HOSTILE, folder / "log", config(folder, HOSTILE + ".json", steps=steps, **blocks)
     options = ["--nodes", "2", "--gpus-per-node", "0", "--ranks-per-node", "1", "--cpus-per-rank", "1"]
     options += ["--log", str(log), "--starter", starter, "--sbatch", "--comment=ours", *words]
-    child = launch("slurm.sh", *options, str(made), "--out", str(out), cwd=folder, **cluster.environment)
+    without = {"SBATCH_EXPORT": "NONE"}  # as on clusters whose jobs get no variables of the shell
+    child = launch("slurm.sh", *options, str(made), "--out", str(out), cwd=folder, **cluster.environment, **without)
     return Job(finish(child).split()[-1], out, log, made)
 
 

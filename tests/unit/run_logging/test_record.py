@@ -42,6 +42,23 @@ def test_the_summary_says_how_many_times_fewer_flops_a_run_took(tmp_path):
     assert "625 GFLOP, 3.20× fewer than dense (causal: 2.00×)" in summary
 
 
+def test_the_time_of_a_run_includes_the_change_from_one_engine_to_the_next(tmp_path, monkeypatch):
+    now = [1000.0]
+    monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    board = SimpleNamespace(enabled=False)
+    given = {"batch": 1, "tokens": 0, "monitor": board, "layers": {}, "shows": False}
+    row = {**ROW, "loss": 2.0, "step_ms": 1.0, "phase": "dense", "target_sparsity": 0.0}
+    before = Record(tmp_path, 3, step=0, first=True, **given)
+    now[0] += 10
+    before.write({"step": 1, **row})
+    now[0] += 5  # the change
+    Record(tmp_path, 3, step=1, first=True, began=before.began, **given).write({"step": 2, **row})
+    now[0] += 100  # the run has stopped
+    Record(tmp_path, 3, step=2, first=True, **given).write({"step": 3, **row})
+    assert [json.loads(line)["seconds"] for line in (tmp_path / "metrics.jsonl").open()] == [10, 15, 15]
+    assert Record(tmp_path, 3, step=1, first=False, began=before.began, **given).began == before.began
+
+
 # --- baseline ---
 
 BASELINE = BaselineConfig("dense-short", 1e12, 1.8, 0.01, "0a")
