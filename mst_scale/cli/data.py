@@ -60,7 +60,13 @@ def add(subparsers: Any) -> None:
         help="fraction for validation (default: 0.0005 for openwebtext, 0.02 for stdlib and packages, else 0.01)",
     )
     option("--max-bytes", type=parse_bytes, metavar="N", help="stop reading after N bytes: 500K, 20M, 3G")
-    option("--seed", type=int, default=2357, metavar="N", help="seed of the split (default: 2357, as in nanoGPT)")
+    option(
+        "--seed",
+        type=int,
+        default=2357,
+        metavar="N",
+        help="seed of the split, for text and the hub's tables (default: 2357, as in nanoGPT)",
+    )
     option("--subset", metavar="NAME", help="hub: the configuration of the data set")
     option("--split", default="train", metavar="NAME", help="hub: the split to read (default: train)")
     option("--val-split", metavar="NAME", help="hub: the validation split; its part of --max-bytes is --val-fraction")

@@ -156,7 +156,11 @@ class DataConfig:
     max_bytes: StrictInt | None = Field(
         default=None, ge=1, le=2**60, description="Stop reading the source after this many bytes of text."
     )
-    seed: Seed = Field(default=2357, description="Seed of the train/validation split.")
+    seed: Seed = Field(
+        default=2357,
+        description="Seed of the train/validation split of text files and of tables that are not "
+        "streamed. JSON lines, CSV and Parquet files are divided by position.",
+    )
 
 
 @block("training.spike")
