@@ -157,7 +157,7 @@ def read_experiment(args: argparse.Namespace) -> Experiment:
     check_growth(experiment, branches or bool(finding.list_tags(out / "checkpoints")))
     if experiment.training.init is not None:
         shape = resume.shape_of_init(experiment, experiment.training.init, out)
-        # loaded anew, because a stride may be a fraction of the context
+        # loaded again, because a stride may be a fraction of the context
         shaped = [*overrides, *(f"model.{key}={json.dumps(value)}" for key, value in shape.items())]
         experiment = load(args.deepspeed_config, shaped, args.method)
     check(experiment)

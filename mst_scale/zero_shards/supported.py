@@ -34,7 +34,8 @@ def check_engine(engine: Any) -> None:
     """Reject an engine with features that masks do not support.
 
     `config.support` has already checked the config of a sparse run. This checks the engine itself: the values that
-    replaced "auto", arguments that are not in the config, and dense runs that load a checkpoint.
+    replaced "auto", arguments that are not in the config, and dense runs that load a checkpoint. What it says of a key
+    is what the table of `config.support` says.
     """
     kind = type(engine.optimizer).__name__
     if kind == "BF16_Optimizer":
@@ -48,7 +49,7 @@ def check_engine(engine: Any) -> None:
         "zero_optimization.zenflow": zero.zenflow is not None,
         "compile.deepcompile": bool(engine._config.compile_config.deepcompile),
         "zero_optimization.mics_shard_size": getattr(zero, "mics_shard_size", -1) > 0,
-        "zero_optimization.zero_hpz_partition_size": zero.zero_hpz_partition_size > 1,
+        "zero_optimization.zero_hpz_partition_size": zero.zero_hpz_partition_size > 1 and stage == 3,
         # DeepSpeed reduces gradients only over data_parallel_size, so ranks of one sequence would diverge
         "sequence_parallel_size": engine.sequence_parallel_size > 1 and not _names_same_weights(engine.mpu),
         # then stage 3 adds up the gradients of a sequence's parts, which it averages otherwise
@@ -81,7 +82,7 @@ def check_engine(engine: Any) -> None:
             "zero_optimization.compute_grad_norm = false in fp32 would let non-finite gradients change the masks: set "
             "it to true"
         )
-    if engine.zero_optimization() and engine.zero_round_robin_gradients():
+    if stage in (1, 2) and engine.zero_round_robin_gradients():
         raise UserError(
             "zero_optimization.round_robin_gradients reorders shards, but not those of the masks: set it to false"
         )

@@ -48,7 +48,7 @@ class Monarch(WeightFunction):
         return b, max(1, min(shape) // b**2)
 
     def unsupported_reason(self, shape: tuple[int, ...], device: str, dtype: dtype) -> str | None:
-        pieces = self.sizes(shape)[0]
+        pieces, rank = self.sizes(shape)
         if pieces == 1:
             return (
                 f"{shape[0]} × {shape[1]} weights cannot be divided into 2 to {self.blocks} equal pieces each way: use "
@@ -57,7 +57,7 @@ class Monarch(WeightFunction):
         if self.density(shape, 1.0) >= 1:
             return (
                 f"{shape[0]} × {shape[1]} weights in {pieces} × {pieces} pieces have factors as large as the matrix: "
-                "use a larger mst.options.blocks, or mst.targets.exclude"
+                f"use a {'smaller' if rank == 1 else 'larger'} mst.options.blocks, or mst.targets.exclude"
             )
         return None
 

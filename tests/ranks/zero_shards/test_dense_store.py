@@ -9,7 +9,7 @@ from deepspeed.accelerator import get_accelerator
 import mst_scale
 from mst_scale import zero_shards
 from mst_scale.shard import Shard
-from mst_scale.zero_shards import dense_store, step, supported
+from mst_scale.zero_shards import dense_store, step
 from tests.support import pool
 from tests.support.toys import allow_fp16, deepspeed_config, toy, toy_batch
 
@@ -167,57 +167,6 @@ def test_a_norm_is_summed_in_float32_or_more_whatever_the_gradient_is_kept_in(dt
     gradients = [torch.randn(size, generator=torch.Generator().manual_seed(size)).to(dtype) for size in (200_000, 7, 0)]
     exact = float(torch.cat([g.double() for g in gradients]).norm())
     assert step.total_norm(gradients) == pytest.approx(exact, rel=1e-5)  # float32 sums of 65,536 squares
-
-
-class Fake(SimpleNamespace):
-    """What the refusals read of an engine; every mode off."""
-
-    def __init__(self, zero=None, offload=None, **changes):
-        off = {"zenflow": None, "mics_shard_size": -1, "zero_hpz_partition_size": 1, "offload_param": None}
-        zero = off | (zero or {})
-        self._config = SimpleNamespace(
-            zero_config=SimpleNamespace(**zero),
-            compile_config=SimpleNamespace(deepcompile=changes.pop("deepcompile", False)),
-        )
-        self.optimizer = SimpleNamespace(param_groups=[{"params": []}])
-        self.module = torch.nn.Linear(2, 2)
-        self.module.weight.muon_num_heads = changes.get("heads")
-        self.mpu = changes.pop("mpu", None)
-        self.has_moe_layers = changes.pop("moe", False)
-        self.autotp_size = lambda: changes.get("autotp", 1)
-        self.sequence_parallel_size = changes.get("sequence", 1)
-        self.mp_world_size = changes.get("slices", 1)
-        self.torch_autocast_enabled = lambda: changes.get("autocast", False)
-        self.zero_optimization_stage = lambda: 3
-        self.zero_optimization = lambda: True
-        self.zero_round_robin_gradients = lambda: False
-        self.bfloat16_enabled = lambda: False
-        self.zero_offload_optimizer = lambda: offload
-
-
-@pytest.mark.parametrize(
-    ("mode", "message"),
-    [
-        ({"zero": {"zenflow": SimpleNamespace()}}, "zero_optimization.zenflow"),
-        ({"deepcompile": True}, "compile.deepcompile"),
-        ({"zero": {"mics_shard_size": 2}}, "mics_shard_size"),
-        ({"zero": {"zero_hpz_partition_size": 2}}, "zero_hpz_partition_size"),
-        ({"heads": 2}, "per_head_muon"),
-        ({"mpu": SimpleNamespace()}, "a model-parallel unit"),
-        ({"sequence": 2}, "sequence_parallel_size"),
-        ({"moe": True}, "mixture-of-experts"),
-        ({"autocast": True}, "torch_autocast"),
-        ({"offload": SimpleNamespace(device="nvme", ratio=1.0)}, "NVMe: set offload_optimizer.device to cpu"),
-        ({"zero": {"offload_param": SimpleNamespace(device="nvme")}}, "NVMe: set offload_param.device to cpu"),
-        ({"offload": SimpleNamespace(device="cpu", ratio=0.5)}, r"ratio = 0\.5 is untested .* set it to 1\.0"),
-        ({"offload": SimpleNamespace(device="cpu", super_offload=True)}, "super_offload .* set it to false"),
-    ],
-    ids=lambda value: value if isinstance(value, str) else "",
-)
-def test_untested_modes_are_refused_by_name(mode, message):
-    with pytest.raises(ValueError, match=message):
-        zero_shards.shards_of(Fake(**mode), {})
-    supported.check_engine(Fake())
 
 
 def test_the_norm_of_a_sparse_gradient():
