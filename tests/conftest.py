@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.quick import quick_cases
+from tests.support.quick import QUICK, quick_cases
 
 # Of a scheduler, a launcher or a user around us: each would change what the code under test does. Read here, before
 # torch is imported, which looks at some of them once.
@@ -47,8 +47,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )  # fmt: skip
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("--quick"):
+        os.environ[QUICK] = "1"
+
+
 # Files that take more than a minute and a half on one worker, in the whole run or the quick one. In a new environment
-# the first use of a pool compiles DeepSpeed's operators for minutes; the second and third file need none meanwhile.
+# the first use of a pool compiles DeepSpeed's operators for minutes; in the whole run, the second and third file need
+# none meanwhile.
 LONGEST = (
     "tests/system/pretrain/test_storage_changes.py",
     "tests/system/launchers/test_slurm.py",

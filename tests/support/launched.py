@@ -65,7 +65,7 @@ def shown(script: str, *words: str, cwd: Path, code: int = 0, **more: str) -> st
     return text
 
 
-def config(folder: Path, name: str = "config.json", steps: int = LONG, *, writers: bool = True, **blocks) -> Path:
+def config(folder: Path, name: str = "config.json", steps: int = LONG, *, writers: bool = False, **blocks) -> Path:
     """A config file; without `writers`, ranks write their checkpoints themselves: a process for it imports torch."""
     training = {"steps": steps, "save_every": 50, "eval_every": 0, "log_every": 10, "warmup": 2, "eval_sequences": 8}
     training["async_save"] = writers

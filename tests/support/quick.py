@@ -6,11 +6,19 @@ occurs; a test with one or two keeps cases in which every value of every argumen
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Hashable, Sequence
 from itertools import combinations
 from typing import Any
 
 import pytest
+
+QUICK = "QUICK_TESTS"
+
+
+def is_quick() -> bool:
+    """Whether this is the quick run, also in processes that tests start."""
+    return QUICK in os.environ
 
 
 def cover(cases: Sequence[tuple[Hashable, ...]], size: int) -> list[int]:

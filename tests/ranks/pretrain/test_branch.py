@@ -54,7 +54,7 @@ def test_a_branch_is_the_run_that_was_planned_so(tmp_path, method):
     assert differing(out, short, "step00000014") == []
 
 
-@pytest.mark.parametrize("in_background", [False, True])
+@pytest.mark.parametrize("in_background", [False, pytest.param(True, marks=pytest.mark.full)])
 def test_a_branch_that_starts_again_is_the_same_although_its_trunk_has_gone_on(tmp_path, in_background):
     """Its first start ends where it branches off, with a checkpoint of that step."""
     trunk, out = tmp_path / "trunk", tmp_path / "branch"

@@ -134,6 +134,7 @@ def test_bf16_has_the_same_masks_and_weights_within_rounding(stage):
     assert differences(compact, dense, tolerance=1e-5) == []
 
 
+OFFLOAD = {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}
 KERNELS = [{"torch_adam": False}, {"torch_adam": True, "fused": True}]
 
 
@@ -148,10 +149,20 @@ def test_kernels_for_cpus_are_within_their_rounding(stage, kernel):
 
 
 @pytest.mark.parametrize("stage", [2, 3])
-def test_bit_equal_with_the_optimizer_offloaded(stage):
-    offload = {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}
-    compact, dense = both(2, stage, policy="rigl", **offload)
-    assert differences(compact, dense, tolerance=2e-6) == []  # DeepSpeed's kernel, as above
+@pytest.mark.full
+def test_deepspeeds_kernel_with_offload_is_within_its_rounding(stage):
+    compact, dense = both(2, stage, policy="rigl", optimizer={"params": {"torch_adam": False}}, **OFFLOAD)
+    assert differences(compact, dense, tolerance=2e-6) == []
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_the_optimizer_offloaded(stage):
+    """DeepSpeed takes the norm of what it moves to the CPU in float32, so that clipping differs in the last place."""
+    compact, dense = both(2, stage, policy="rigl", **OFFLOAD)
+    assert differences(compact, dense, tolerance=2e-6) == []
+    compact, dense = both(2, stage, policy="rigl", gradient_clipping=0, **OFFLOAD)
+    faults = differences(compact, dense)
+    assert [fault for fault in faults if "the norm is" not in fault] == []
 
 
 # --- steps that are skipped ---

@@ -254,7 +254,7 @@ def kernels_of(rank, world, offload):
     return in_a_row, anew
 
 
-@pytest.mark.parametrize("offload", [False, True])
+@pytest.mark.parametrize("offload", [False, pytest.param(True, marks=pytest.mark.full)])
 def test_powers_of_beta(offload):
     ((in_a_row, anew),) = pool.run(kernels_of, 1, offload)
     assert in_a_row == pytest.approx(anew, rel=1e-5) and in_a_row != anew, "DeepSpeed computes each power anew by now"

@@ -126,6 +126,7 @@ def test_it_is_muon_by_its_definition(stage, world):
     is_the_definition(stage, world, accumulation=2)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("stage", [2, 3])
 def test_so_it_is_with_the_optimizer_offloaded(stage):
     is_the_definition(stage, 2, **OFFLOAD)
@@ -188,6 +189,7 @@ def test_inactive_weights_and_their_momentum_are_0_after_every_step(stage, preci
         assert ["momentum_buffer"] in states
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("stage", [1, 3])
 def test_the_same_with_the_optimizer_offloaded_in_bf16(stage):
     for faults, *_ in pool.run(invariants, 2, stage, "bf16", OFFLOAD):

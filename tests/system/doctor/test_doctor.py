@@ -108,6 +108,7 @@ def test_the_quick_check_of_two_ranks():
     assert fine and too and silence == "" and set(found(said)) == QUICK | BETWEEN
 
 
+@pytest.mark.full
 def test_two_ranks_on_a_healthy_machine():
     (fine, said), (too, silence) = pool.run(examined, 2)
     findings = found(said)

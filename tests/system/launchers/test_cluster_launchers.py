@@ -32,7 +32,7 @@ pytestmark = pytest.mark.full
 
 def test_local_restarts_after_a_kill_and_finishes(tmp_path):
     """A rank is killed; the launcher starts again from the newest checkpoint. Names are hostile."""
-    out, made = tmp_path / HOSTILE, config(tmp_path, HOSTILE + ".json")
+    out, made = tmp_path / HOSTILE, config(tmp_path, HOSTILE + ".json", writers=True)
     child = launch("local.sh", str(made), "--out", str(out), cwd=tmp_path)
     wait_for_checkpoint(out, child)
     steps = kill_rank_1(out, made)
@@ -76,7 +76,7 @@ def test_a_frozen_rank_wakes_up_to_save_when_the_launcher_is_asked_to_stop(tmp_p
 
 
 def test_a_run_that_diverges_at_the_same_step_twice_is_not_tried_again(tmp_path):
-    made = config(tmp_path, steps=40, writers=False)
+    made = config(tmp_path, steps=40)
     raw = json.loads(made.read_text())
     raw["optimizer"]["params"]["lr"] = 1e30
     made.write_text(json.dumps(raw))

@@ -59,7 +59,7 @@ def test_changes_end_like_an_undisturbed_run(tmp_path, numbers):
     changes = len(numbers) - 1
     steps = 180 + 20 * changes
     blocks = {"mst": MST, "train_batch_size": 24, "train_micro_batch_size_per_gpu": 4}
-    made = config(tmp_path, steps=steps, writers=False, **blocks)
+    made = config(tmp_path, steps=steps, **blocks)
     raw = json.loads(made.read_text())
     raw["training"]["log_every"] = 1
     made.write_text(json.dumps(raw))
@@ -113,7 +113,7 @@ def pauses_of(out: Path) -> list[float]:
 
 def test_a_rank_that_fails_again_is_left_out(tmp_path):
     """Rank 1 of two is killed in two starts, and the run goes on with one."""
-    out, made = tmp_path / "out", config(tmp_path, writers=False)
+    out, made = tmp_path / "out", config(tmp_path)
     child = launch("local.sh", "--elastic", "1:2", str(made), "--out", str(out), cwd=tmp_path)
     for count in (1, 2):
         assert wait_for_training(out, child, count)["ranks"] == 2
@@ -145,7 +145,7 @@ def test_a_place_that_computes_wrong_values_again_is_left_out(tmp_path):
     out, site = tmp_path / "out", tmp_path / "site"
     site.mkdir()
     disturb_after_import(site, "mst_scale.pretrain.training_loop", FLIPS)
-    made = config(tmp_path, steps=12, writers=False)
+    made = config(tmp_path, steps=12)
     words = ["--elastic", "1:2", str(made), "--out", str(out)]
     for key, value in {"verify_every": 4, "save_every": 4, "keep_checkpoints": 3}.items():
         words += ["--set", f"training.{key}={value}"]
@@ -175,7 +175,7 @@ def agent(name: str, made: Path, out: Path, port: int) -> subprocess.Popen[bytes
 
 def test_agents_come_and_go(tmp_path):
     """A second agent comes, ends in order, comes again, and is killed with its rank. No saved step is lost."""
-    out, made, port = tmp_path / "out", config(tmp_path, mst=MST, writers=False), tiny_run.free_port()
+    out, made, port = tmp_path / "out", config(tmp_path, mst=MST), tiny_run.free_port()
     first = agent("0", made, out, port)
     others: list[subprocess.Popen[bytes]] = []
     try:
@@ -206,7 +206,7 @@ def test_agents_come_and_go(tmp_path):
 
 @pytest.mark.parametrize("variables", [{}, AGENT])
 def test_ranks_that_cannot_share_the_batch_wait_and_end_with_the_run(tmp_path, variables):
-    made = config(tmp_path, steps=20, writers=False)
+    made = config(tmp_path, steps=20)
     child = subprocess.run(
         [
             "torchrun", "--standalone", "--nproc_per_node", "3", "-m", "mst_scale.pretrain",

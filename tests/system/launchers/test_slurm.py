@@ -176,11 +176,11 @@ def wait(condition, what: str, log: Path) -> None:
         time.sleep(0.1)
 
 
-def submit(cluster, folder: Path, starter: str, *words: str, steps: int = LONG, **blocks: Any) -> Job:
+def submit(cluster, folder: Path, starter: str, *words: str, steps: int = LONG, **more: Any) -> Job:
     """Two nodes with a rank each."""
     folder.mkdir()
     folder.chmod(0o755)
-    out, log, made = folder / HOSTILE, folder / "log", config(folder, HOSTILE + ".json", steps=steps, **blocks)
+    out, log, made = folder / HOSTILE, folder / "log", config(folder, HOSTILE + ".json", steps=steps, **more)
     options = ["--nodes", "2", "--gpus-per-node", "0", "--ranks-per-node", "1", "--cpus-per-rank", "1"]
     options += ["--log", str(log), "--starter", starter, "--sbatch", "--comment=ours", *words]
     without = {"SBATCH_EXPORT": "NONE"}  # as on clusters whose jobs get no variables of the shell
@@ -206,7 +206,7 @@ def test_jobs_go_on_through_preemption_time_limit_and_failure_until_they_are_fin
     """Three at once. `one` is preempted with a grace time (its ranks alone get SIGTERM), then a rank is killed, then it
     finishes. `two`, whose ranks DeepSpeed's launcher starts, gets Slurm's own warning before its time is up (its shell
     gets USR1), goes on, and is told to stop for good. `three` is a mistake, and is not tried again."""
-    one = submit(cluster, tmp_path / "one", "srun", "--restarts", "0", "--requeues", "1")
+    one = submit(cluster, tmp_path / "one", "srun", "--restarts", "0", "--requeues", "1", writers=True)
     two = submit(cluster, tmp_path / "two", "deepspeed", "--time", "60", "--grace", "110")
     three = submit(cluster, tmp_path / "three", "srun", model={"vocab_size": 8})  # the corpus has more
     with ThreadPoolExecutor() as both:
@@ -272,7 +272,7 @@ def test_phases_on_their_own_number_of_nodes(cluster, tmp_path):
         "topology": {"interval": 5}, "compute": {"compact": "auto"},
     }  # fmt: skip
     blocks = {"mst": mst, "train_batch_size": 8, "train_micro_batch_size_per_gpu": 2}
-    made = config(tmp_path, steps=60, writers=False, **blocks)
+    made = config(tmp_path, steps=60, **blocks)
     tmp_path.chmod(0o755)
     options = ["--gpus-per-node", "0", "--ranks-per-node", "2", "--cpus-per-rank", "1"]
     by_phase = ["--nodes-by-phase", "warmup=2,ultra=1,restore=2,dense=2"]

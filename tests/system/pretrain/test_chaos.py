@@ -98,12 +98,20 @@ def continued(folder: Path) -> tuple[list[int | None], str]:
     return codes, chaos.said(folder, 100_000)
 
 
-@pytest.mark.parametrize("what", ["masks", "run.json", "metrics", "corpus"])
-def test_each_damaged_file_has_a_defined_outcome(tmp_path, peace, what):
-    folder = tmp_path / "run"
+@pytest.fixture(scope="module")
+def stopped(tmp_path_factory):
+    """The folder of a run that has stopped after 21 steps."""
+    folder = tmp_path_factory.mktemp("stopped") / "run"
     folder.mkdir()
     argv = [*chaos.arguments(folder, CASE), "--stop-at", "21"]
     assert forked.end(forked.start(2, argv, folder / "logs"), 120) == [0, 0], chaos.said(folder)
+    return folder
+
+
+@pytest.mark.parametrize("what", ["masks", "run.json", "metrics", "corpus"])
+def test_each_damaged_file_has_a_defined_outcome(tmp_path, stopped, peace, what):
+    folder = tmp_path / "run"
+    shutil.copytree(stopped, folder)
     out = folder / "out"
     rows = tiny_run.rows(out)
     if what == "masks":

@@ -57,6 +57,7 @@ def first_tile(kernel: str, target: Target, dtype: str, dim: int, **launch: int)
     return Case(kernel, target, dim, sizes, tile.warps, tile.stages, tuple(constants.items()), dtype).build()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("kernel", tiles.KERNELS)
 @pytest.mark.parametrize(
     ("part", "dtype", "dim"), [(0, "bf16", 256), (1, "fp16", 80), (0, "fp32", 64), (3, "fp32", 128), (1, "fp32", 160)]

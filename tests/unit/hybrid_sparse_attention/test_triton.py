@@ -70,7 +70,7 @@ def interpreted(request: pytest.FixtureRequest) -> list[dict[str, float]]:
         case["shape"] = (1, case["heads"], case["length"], case["dim"])
         case["raised"] = index >= len(INTERPRETED)
     if not selected(request, test_interpreted):
-        del cases[: len(INTERPRETED)]
+        cases = []
     said = triton_interpreter.interpret(["-m", "tests.support.interpret_triton"], cases, seconds=900)
     return [json.loads(line) for line in said.splitlines()]
 

@@ -57,6 +57,7 @@ def test_every_tile(case: Case) -> None:
     check(case)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("dtype", ["fp16", "fp32"])
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_other_types(kernel: str, dtype: str) -> None:
@@ -67,6 +68,7 @@ def test_other_types(kernel: str, dtype: str) -> None:
         assert built.shared <= A100.largest and built.atomics == 0
 
 
+@pytest.mark.full
 def test_an_a100_copies_the_next_tile_while_it_multiplies() -> None:
     """Two buffers of x; with 4 stages, of which the lists of blocks take half, there is one."""
     case = some("_product", A100, 32)[0]
