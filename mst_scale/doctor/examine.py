@@ -124,7 +124,6 @@ def examine(group: Ranks | None, checks: Sequence[Check], add: Callable[[Sequenc
     """
     fine, blocked, store, of_checks = True, "", None, group
     if group is not None:
-        import torch.distributed as dist
         from torch.distributed.distributed_c10d import _get_default_store
 
         from mst_scale.comm.exchange import Exchange
@@ -133,7 +132,7 @@ def examine(group: Ranks | None, checks: Sequence[Check], add: Callable[[Sequenc
         hosts = everyone.all(socket.gethostname())
         default: Any = _get_default_store()
         store = default.clone()  # a connection that no abandoned check blocks
-        of_checks = replace(group, control=dist.new_group(backend="gloo"))
+        of_checks = replace(group, control=comm.new_group("doctor", backend="gloo"))
     for check in checks:
         if check.together and group is None:
             continue

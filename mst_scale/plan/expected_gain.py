@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from mst_scale.config import RECIPES, Experiment, resolve
 from mst_scale.config.presets import SPARSE_TOKENS
@@ -177,8 +177,12 @@ class Advice:
     why: str
 
     def __str__(self) -> str:
-        name = "plain dense training" if self.recipe == "dense" else self.recipe
-        return f"for the goal {self.goal}: {name}, because {self.why} ({PAGE})"
+        return f"for the goal {self.goal}: {self.name}, because {self.why} ({PAGE})"
+
+    @property
+    def name(self) -> str:
+        """The recipe in a sentence."""
+        return "plain dense training" if self.recipe == "dense" else self.recipe
 
     def to_dict(self) -> dict[str, Any]:
         """Return the advice for JSON."""
@@ -207,3 +211,11 @@ def advise(experiment: Experiment, sequences: int, goal: Goal) -> Advice:
     return Advice(
         goal, "mst-best", f"its multiplier is {gain}; mst-lean is another choice if attention may stay sparse in use"
     )
+
+
+def describe_start(experiment: Experiment, sequences: int) -> str | None:
+    """Return one line for the start of a sparse run: what it is expected to gain, and which recipe fits each goal."""
+    if (gain := expect(experiment, sequences)) is None:
+        return None
+    fitting = (f"{advise(experiment, sequences, goal).name} for {goal}" for goal in get_args(Goal))
+    return f"{gain}; recommended here: {', '.join(fitting)} (mst plan --goal)"

@@ -32,7 +32,7 @@ from mst_scale.flops.formulas import optimizer_flops
 from mst_scale.flops.ledger import Ledger
 from mst_scale.hugging_face import start_from
 from mst_scale.models.initial_weights import not_drawn
-from mst_scale.plan.expected_gain import expect
+from mst_scale.plan.expected_gain import describe_start
 from mst_scale.pretrain import elastic, extending, growth, resume, storage, validation
 from mst_scale.pretrain.building import build_engine
 from mst_scale.run_logging import run_file
@@ -131,8 +131,8 @@ def prepare(
     fitted, shape = _fit_batch(experiment, source, replicas, ranks)
     if stop_at is not None and handover is None:
         _end_if_passed(stop_at, fitted, out, ranks, source=source, shape=shape)
-    if gain := expect(fitted, shape.sequences):
-        logger.info("%s", gain)
+    if expected := describe_start(fitted, shape.sequences):
+        logger.info("%s", expected)
     mesh = ranks.agree(lambda: Mesh(sizes)) if sizes.model > 1 else None
     ranks.agree(lambda: validation.validate(fitted, ranks.world_size, mesh))
     ledger = Ledger(fitted.model, shape.sequences, optimizer_flops(fitted.model, fitted.deepspeed))

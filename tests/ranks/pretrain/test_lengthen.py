@@ -134,5 +134,6 @@ def test_a_run_says_once_what_it_is_expected_to_gain(tmp_path):
     first, second = pool.run(logged_attempt, 2, arguments(tmp_path, "out", **blocks))
     assert first[0] == second[0] == 0
     assert [text.count("expected FLOP multiplier of") for _, text in (first, second)] == [1, 0]
+    assert first[1].count("plain dense training for train-cost, plain dense training for inference-cost") == 1
     dense = pool.run(logged_attempt, 1, arguments(tmp_path, "dense", **{**blocks, "mst": {"method": "dense"}}))
     assert dense[0][0] == 0 and "expected FLOP" not in dense[0][1]
