@@ -57,6 +57,8 @@ def measure(options: argparse.Namespace) -> list[Row]:
 def point(kind: str, found: dict[str, Any]) -> Row:
     """A result of `benchmarks.step` as one point of a curve."""
     row, setting = found["rows"][0], found["setting"]
+    if "baseline" not in row:
+        raise UserError("this result of mst bench step was written by mst_scale 0.1: measure it again")
     ours = {
         k: row[k] for k in ("phase", "ours_ms", "ours_range", "baseline", "baseline_ms", "baseline_range", "speedup")
     }

@@ -57,6 +57,8 @@ def __getattr__(name: str) -> Any:
     # DeepSpeed is only imported when it is needed: the command line and the attention kernels work without it.
     if name in _WHERE:
         return getattr(importlib.import_module(f"mst_scale.{_WHERE[name]}"), name)
+    if f"mst_scale.{name}" in _deprecated.MOVED:
+        return importlib.import_module(f"mst_scale.{name}")
     raise AttributeError(f"module 'mst_scale' has no attribute {name!r}")
 
 

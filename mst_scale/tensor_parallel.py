@@ -16,6 +16,7 @@ makes DeepSpeed's norms include its other parts; parameters without it are count
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -156,6 +157,13 @@ def summed(x: torch.Tensor, group: Any) -> torch.Tensor:
     return Summed.apply(x, group)
 
 
+def _all_reduce(x: torch.Tensor, group: Any) -> None:
+    """Sum over ranks, in place: through DeepSpeed's backend, whose bytes are counted, if DeepSpeed is in use."""
+    found = sys.modules.get("deepspeed.comm.comm")
+    backend = None if found is None or torch.compiler.is_compiling() else found.cdb
+    (dist if backend is None else backend).all_reduce(x, group=group)
+
+
 class Copied(torch.autograd.Function):
     """See `copied`."""
 
@@ -176,7 +184,7 @@ class Summed(torch.autograd.Function):
     def forward(ctx: Any, x: torch.Tensor, group: Any) -> torch.Tensor:
         ctx.group = group
         total = x.clone(memory_format=torch.contiguous_format)
-        dist.all_reduce(total, group=group)
+        _all_reduce(total, group)
         return total
 
     @staticmethod

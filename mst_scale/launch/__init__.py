@@ -45,7 +45,7 @@ def main(words: list[str]) -> int:
         module, function = PROGRAMS[name]
         return int(getattr(importlib.import_module(f"mst_scale.launch.{module}"), function)(words))
     except KeyboardInterrupt:  # nothing has been started yet
-        return 130
+        return 1
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the reader (head, less) has left
         return 1

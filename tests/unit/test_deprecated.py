@@ -29,6 +29,18 @@ def test_every_moved_module_can_be_imported(old):
     importlib.import_module(_deprecated.MOVED[old])
 
 
+def test_a_moved_package_is_an_attribute():
+    """In 0.1, `mst_scale.initialize` had imported it."""
+    for old in ("distributed", "doors", "costs", "runs"):
+        sys.modules.pop(f"mst_scale.{old}", None)
+        vars(mst_scale).pop(old, None)
+        with pytest.warns(DeprecationWarning, match=_deprecated.MOVED[f"mst_scale.{old}"]):
+            getattr(mst_scale, old)
+    assert mst_scale.distributed.Mesh is mst_scale.comm.Mesh
+    with pytest.raises(AttributeError, match="nowhere"):
+        mst_scale.nowhere  # noqa: B018
+
+
 @pytest.mark.parametrize(("old", "new"), [
     ("runs.metrics", "run_logging.metrics"), ("doors.integrate", "integrations.integrate"),
     ("distributed.exchange", "comm.exchange"), ("costs.formulas", "flops.formulas"),

@@ -9,6 +9,7 @@ import torch
 from deepspeed.comm.comm import comms_logger
 
 from mst_scale import zero_shards
+from mst_scale.tensor_parallel import copied, summed
 from tests.support import plan_measured as measured
 from tests.support import pool
 from tests.support.plan_configs import config
@@ -95,6 +96,20 @@ def seconds_of_a_count(rank, world):
 
 def test_counting_takes_microseconds():
     assert max(pool.run(seconds_of_a_count, 2)) < 20e-6
+
+
+def counted_of_split_layers(rank, world):
+    ds_comm.init_distributed(verbose=False)
+    counter = zero_shards.comm_bytes()
+    before = counter.total
+    x = torch.full((10,), float(rank), requires_grad=True)
+    summed(copied(x, None), None).sum().backward()
+    assert x.grad.tolist() == [float(world)] * 10
+    return counter.total - before
+
+
+def test_the_all_reduces_of_split_layers_are_counted():
+    assert pool.run(counted_of_split_layers, 2) == [80, 80], "one forward, one backward"
 
 
 def counted_by_group_size(rank, world):
