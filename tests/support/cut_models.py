@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from mst_scale.config import ModelConfig
+from mst_scale.errors import UserError
 from tests.support import engines
 from tests.support.pool import run
 
@@ -90,7 +91,7 @@ def assert_equals_one_rank(world: int, sizes: dict[str, int], how: Training, rto
 
 
 def _rejected(rank: int, world: int, sizes: dict[str, int], changes: dict[str, Any]) -> str:
-    with pytest.raises(ValueError) as error:
+    with pytest.raises(UserError) as error:
         built(sizes, **changes)
     return str(error.value)
 

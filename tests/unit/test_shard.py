@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from mst_scale.errors import UserError
 from mst_scale.shard import Cut
 
 
@@ -28,5 +29,5 @@ def test_the_whole_is_a_cut_too(shape: tuple[int, ...]):
 
 
 def test_values_out_of_range_are_rejected():
-    with pytest.raises(ValueError, match="must be ascending ranges"):
+    with pytest.raises(UserError, match="must be ascending ranges"):
         Cut((6, 10), ((0, 6),), ((8, 11),))

@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mst_scale.errors import UserError
 from mst_scale.mixed_growing.config import TopologyConfig
 from mst_scale.sparsity_variation import DURATIONS, Phase, Schedule, Segment, SparsityConfig
 
@@ -265,7 +266,7 @@ def test_phases_of_each_pattern(pattern: str, phases: list[str]):
     ],
 )
 def test_invalid_values_are_rejected(changes: dict, message: str):
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(UserError, match=message):
         resolved(300, **changes)
 
 
@@ -291,9 +292,9 @@ def test_first_steps_of_phases():
 
 
 def test_steps_and_runs_start_at_zero_and_one():
-    with pytest.raises(ValueError, match="step -1 is negative"):
+    with pytest.raises(UserError, match="step -1 is negative"):
         PAPER.at(-1)
-    with pytest.raises(ValueError, match="at least 1"):
+    with pytest.raises(UserError, match="at least 1"):
         resolved(0)
 
 

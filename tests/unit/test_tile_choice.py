@@ -5,6 +5,7 @@ import os
 import pytest
 
 from mst_scale import tile_choice
+from mst_scale.errors import UserError
 
 TILES = ("a", "b", "c")
 
@@ -19,7 +20,7 @@ def test_all_or_the_one_of_a_number(monkeypatch, said, taken):
 
 def test_a_wrong_number_is_said(monkeypatch):
     monkeypatch.setenv(tile_choice.VARIABLE, "-1")
-    with pytest.raises(ValueError, match="MST_SCALE_TILE=-1"):
+    with pytest.raises(UserError, match="MST_SCALE_TILE=-1"):
         tile_choice.among(TILES)
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from mst_scale.benchmarks import quality
+from mst_scale.errors import UserError
 from tests.support import pool
 from tests.support.tiny_run import config
 
@@ -52,5 +53,5 @@ def test_a_comparison_of_two_variants(tmp_path: Path):
 
 
 def test_errors_are_reported():
-    with pytest.raises(ValueError, match="--only blocks: the variants are element, block 4"):
+    with pytest.raises(UserError, match="--only blocks: the variants are element, block 4"):
         quality.main(["--only", "blocks"])

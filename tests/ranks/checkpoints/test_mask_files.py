@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from mst_scale.checkpoints import mask_files
 from mst_scale.checkpoints.mask_state import MaskState
 from mst_scale.comm.exchange import Exchange, Stages
-from mst_scale.errors import UserError
+from mst_scale.errors import Damaged, UserError
 from mst_scale.mixed_growing.config import TopologyConfig
 from mst_scale.mixed_growing.masks import LayerMask, MaskSet, assemble
 from mst_scale.mixed_growing.packed_bits import unpack
@@ -174,7 +174,7 @@ def test_others_may_read_the_files(tmp_path):
 
 def refusal(folder, state, flags=None) -> str:
     (keeper,) = states_of(whole(2) if flags is None else flags, even(1))
-    with pytest.raises(ValueError) as caught:
+    with pytest.raises((Damaged, UserError)) as caught:
         mask_files.restore(folder, keeper, state)
     message = str(caught.value)
     assert len(message.splitlines()) == 1
@@ -263,7 +263,7 @@ def test_every_flipped_bit_is_refused_by_name(tmp_path):
         flipped = bytearray(data)
         flipped[place] ^= 1 << place % 8
         path.write_bytes(flipped)
-        with pytest.raises(ValueError, match=r"rank_00001\.safetensors"):
+        with pytest.raises(Damaged, match=r"rank_00001\.safetensors"):
             mask_files.read(path)
 
 
@@ -392,7 +392,7 @@ def test_masks_are_those_of_a_longer_run_that_was_the_same_up_to_them(tmp_path):
     (longer,) = states_of(whole(2), even(1), schedule=of(60))
     mask_files.restore(tmp_path, longer, state)
     (other,) = states_of(whole(2), even(1), schedule=of(60, warmup=4))
-    with pytest.raises(ValueError, match="another schedule"):
+    with pytest.raises(UserError, match="another schedule"):
         mask_files.restore(tmp_path, other, state)
 
 

@@ -16,6 +16,7 @@ from mst_scale.checkpoints.mask_report import inspect
 from mst_scale.checkpoints.reshape import reshape
 from mst_scale.config import load
 from mst_scale.config.deepspeed import batch_shape
+from mst_scale.errors import Damaged, UserError
 from mst_scale.pretrain import resume
 from tests.support import pool, tiny_run
 from tests.support.toys import Toy, allow_fp16, deepspeed_config, toy_batch
@@ -341,7 +342,7 @@ def saves_other(rank, world, stage, kind, folder):
 )
 def test_what_would_be_lost_is_refused(tmp_path, stage, kind, message):
     pool.run(saves_other, 1, stage, kind, str(tmp_path))
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(UserError, match=message):
         reshape(tmp_path / "saved")
     assert not list((tmp_path / "saved").glob("universal*")), "nothing half-made is left"
 
@@ -357,13 +358,13 @@ def test_bad_input(run, tmp_path):
     shutil.copytree(run / "whole", tmp_path / "run")
     folder = tmp_path / "run" / "checkpoints" / "step00000012"
     (tmp_path / "taken").mkdir()
-    with pytest.raises(ValueError, match="taken exists: choose another OUT"):
+    with pytest.raises(UserError, match="taken exists: choose another OUT"):
         reshape(folder, tmp_path / "taken")
-    with pytest.raises(ValueError, match="there is no folder"):
+    with pytest.raises(UserError, match="there is no folder"):
         reshape(tmp_path / "nowhere")
     masks = folder / "mst" / "rank_00001.safetensors"
     masks.write_bytes(masks.read_bytes()[:-1])
-    with pytest.raises(ValueError, match=r"step00000012 is damaged: mst/rank_00001\.safetensors has"):
+    with pytest.raises(Damaged, match=r"step00000012 is damaged: mst/rank_00001\.safetensors has"):
         reshape(folder)
 
 
@@ -385,5 +386,5 @@ def test_a_universal_checkpoint_is_not_reshaped_again(tmp_path):
     folder = tmp_path / "step00000004"
     folder.mkdir()
     (folder / "manifest.json").write_text(json.dumps({"universal": True, "files": {}}))
-    with pytest.raises(ValueError, match="universal already"):
+    with pytest.raises(UserError, match="universal already"):
         reshape(folder)

@@ -6,6 +6,7 @@ from torch import nn
 
 import mst_scale
 from mst_scale.checkpoints.reshape import reshape
+from mst_scale.errors import UserError
 from mst_scale.zero_shards.weight_files import weights_of
 from tests.ranks.checkpoints.test_reshape import MICRO, WithBuffer, train
 from tests.support import pool
@@ -72,7 +73,7 @@ def continues(rank, world, stage, folder, threshold):
 )
 def test_weights_masks_and_step_go_on_with_another_optimizer_state(tmp_path, source, target, threshold):
     before, losses, digests = pool.run(saves, *source, str(tmp_path))[0]
-    with pytest.raises(ValueError, match=r"mst_scale\.warm_start\(engine, CHECKPOINT\)"):
+    with pytest.raises(UserError, match=r"mst_scale\.warm_start\(engine, CHECKPOINT\)"):
         reshape(tmp_path / "saved")
     assert before[0] == SAVED and before[3] > 0.3
     for after, found, then, seen, refused in pool.run(continues, *target, str(tmp_path), threshold):

@@ -286,7 +286,7 @@ REFUSED = [
 
 @pytest.mark.parametrize(("config", "message"), REFUSED)
 def test_inexact_keys_are_rejected_in_one_line_unless_the_run_stays_dense(config, message):
-    with pytest.raises(ValueError, match=message) as caught:
+    with pytest.raises(UserError, match=message) as caught:
         check_supported(config, SPARSE)
     assert len(str(caught.value).splitlines()) == 1
     assert check_supported(config, load({"mst": {"method": "dense"}}).mst) == []
@@ -310,7 +310,7 @@ def test_a_user_may_allow_untested_keys_but_not_rejected_ones():
     allowed = MSTConfig(method="mst", allow_untested=["zero_optimization.new_key", "zero_optimization.zenflow"])
     (note,) = check_supported(zero(new_key=1), allowed)
     assert note.startswith("zero_optimization.new_key = 1 has not been tested")
-    with pytest.raises(ValueError, match="zenflow"):
+    with pytest.raises(UserError, match="zenflow"):
         check_supported(zero(new_key=1, zenflow={}), allowed)
 
 
@@ -333,7 +333,7 @@ ARGUMENTS = [
 @pytest.mark.parametrize(("given", "extra", "message"), ARGUMENTS)
 def test_arguments_are_rejected_before_deepspeed_builds_anything(monkeypatch, given, extra, message):
     monkeypatch.setattr("mst_scale.engine.api._deepspeeds_own", with_signature_of(deepspeed.initialize))
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(UserError, match=message):
         mst_scale.initialize(model=toy(), config=mst_config(2, 2, **extra), **given)
     with pytest.raises(AssertionError, match="asked to build"):
         mst_scale.initialize(model=toy(), config=mst_config(2, 2))
@@ -348,14 +348,14 @@ def test_a_pipeline_is_rejected_before_deepspeed_builds_anything(monkeypatch):
     stage = object.__new__(deepspeed.PipelineModule)
     torch.nn.Module.__init__(stage)
     stage._layer_specs = []
-    with pytest.raises(ValueError, match=r"zero_optimization\.stage = 2"):
+    with pytest.raises(UserError, match=r"zero_optimization\.stage = 2"):
         mst_scale.initialize(model=stage, model_parameters=[], config=mst_config(2, 2))
 
 
 def test_pretrain_and_plan_reject_the_same(tmp_path):
     base = {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}}
     check(load({**base, "mst": {"method": "mst"}}))
-    with pytest.raises(ValueError, match="data_parallel_size"):
+    with pytest.raises(UserError, match="data_parallel_size"):
         check(load({**base, "data_parallel_size": 1, "mst": {"method": "mst"}}))
     check(load({**base, "data_parallel_size": 1, "mst": {"method": "dense"}}))
 

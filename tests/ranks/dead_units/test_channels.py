@@ -15,6 +15,7 @@ from mst_scale.config import load
 from mst_scale.config.blocks import ModelConfig
 from mst_scale.dead_units.live import Channels, spread
 from mst_scale.dead_units.units import find_units
+from mst_scale.errors import UserError
 from mst_scale.mixed_growing import packed_bits
 from mst_scale.models import GPT, build
 from mst_scale.shard import Cut, Shard
@@ -103,9 +104,9 @@ def test_a_slice_equals_its_part_of_the_whole_mask():
 def test_parameters_without_channels_or_with_parts_of_units_are_rejected():
     units = find_units(model())[0]
     names = [name for some in units for name in some.matrices]
-    with pytest.raises(ValueError, match=r"wte.weight.*lm_head = false"):
+    with pytest.raises(UserError, match=r"wte.weight.*lm_head = false"):
         Channels(units, [*names, "wte.weight"], 3, lambda step: 0.0, lambda: 0)
-    with pytest.raises(ValueError, match=r"mlp units .* mst.targets leaves out blocks.1.mlp.down.weight"):
+    with pytest.raises(UserError, match=r"mlp units .* mst.targets leaves out blocks.1.mlp.down.weight"):
         Channels(units, [n for n in names if n != "blocks.1.mlp.down.weight"], 3, lambda step: 0.0, lambda: 0)
 
 
@@ -121,7 +122,7 @@ def test_parameters_without_channels_or_with_parts_of_units_are_rejected():
 def test_a_config_that_would_rank_or_exchange_channels_is_rejected(block, value):
     raw = config(0, 1)
     raw["mst"] = {**raw["mst"], block: {**raw["mst"][block], **value}}
-    with pytest.raises(ValueError, match=r'granularity = "channel" .*policy static'):
+    with pytest.raises(UserError, match=r'granularity = "channel" .*policy static'):
         load(raw)
 
 

@@ -7,6 +7,7 @@ import mst_scale
 from mst_scale.config import load
 from mst_scale.config.blocks import ModelConfig
 from mst_scale.engine import attention
+from mst_scale.errors import UserError
 from mst_scale.hybrid_sparse_attention import Pattern, SelfAttention
 from mst_scale.models import BERT, GPT
 from tests.support import pool
@@ -87,12 +88,12 @@ def test_a_stride_that_leaves_nothing_out_is_named_for_every_model(kind):
 
 def test_a_backend_that_is_none_is_refused():
     for backend, message in (("blockd", "blocked"), ("dense", "computes every pair")):
-        with pytest.raises(ValueError, match=message):
+        with pytest.raises(UserError, match=message):
             load(config({"method": "mst", "attention": {"backend": backend}}))
 
 
 def unfit(rank, world, mst, optimizer):
-    with pytest.raises(ValueError) as caught:
+    with pytest.raises(UserError) as caught:
         mst_scale.initialize(model=GPT(ModelConfig(**SMALL)), config=config(mst, optimizer))
     return str(caught.value)
 

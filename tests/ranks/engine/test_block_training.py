@@ -7,6 +7,7 @@ import pytest
 import mst_scale
 from mst_scale.checkpoints.mask_report import inspect
 from mst_scale.config import METHODS, load, to_dict
+from mst_scale.errors import UserError
 from tests.ranks.engine.test_engine import invariants, masks_from_given_scores
 from tests.ranks.sparse_linear.test_training import config as gpt_config
 from tests.ranks.sparse_linear.test_training import losses_and_masks, mean_over_ranks
@@ -137,7 +138,7 @@ def test_granularity_is_read_and_written():
     ],
 )
 def test_a_wrong_granularity_is_refused(granularity, message):
-    with pytest.raises(ValueError) as error:
+    with pytest.raises(UserError) as error:
         load({**MINIMAL, "mst": {"topology": {"granularity": granularity}}})
     assert message in str(error.value)
 

@@ -12,6 +12,7 @@ from mst_scale.checkpoints import open_masks
 from mst_scale.cli import main
 from mst_scale.config import load
 from mst_scale.engine import initial_masks
+from mst_scale.errors import UserError
 from tests.ranks.integrations.test_trainer import arguments
 from tests.support import pool
 from tests.support.integrated import Words, deepspeed_config, digests, model, opened
@@ -207,9 +208,9 @@ def test_wrong_masks_are_refused_on_every_rank(tmp_path):
 
 
 def test_masks_go_with_fixed_alone():
-    with pytest.raises(ValueError, match="choose method fixed"):
+    with pytest.raises(UserError, match="choose method fixed"):
         load({"mst": {"method": "rigl", "masks": "zeros"}})
-    with pytest.raises(ValueError, match=r"leave mst\.topology\.granularity out"):
+    with pytest.raises(UserError, match=r"leave mst\.topology\.granularity out"):
         load({"mst": {"method": "fixed", "topology": {"granularity": {"block": 16}}}})
     assert load({"mst": {"method": "fixed"}}).mst.masks == "zeros"
 

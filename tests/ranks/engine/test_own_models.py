@@ -141,7 +141,7 @@ def called_as_deepspeed_is(rank, world, folder):
         found.append((engine.mst.sparsity, loader is not None))
     assert args.deepspeed_config == str(path), "the caller's own"
     for wrong in (lambda: mst_scale.initialize(args, model, config=config), lambda: mst_scale.initialize(model=model)):
-        with pytest.raises(ValueError, match="needs one config"):
+        with pytest.raises(UserError, match="needs one config"):
             wrong()
     with pytest.raises(TypeError, match="training_data"):
         mst_scale.initialize(None, model, None, model.parameters(), data, training_data=data, config=config)
@@ -197,7 +197,7 @@ def test_exclude_wins_and_what_matches_nothing_is_an_error():
         ValueError, match=r"'uP\.\*' matches no parameter that can be sparse; the nearest is 'up.weight'"
     ):
         chosen(toy(), include=["uP.*"])
-    with pytest.raises(ValueError, match="every parameter that could be sparse is excluded"):
+    with pytest.raises(UserError, match="every parameter that could be sparse is excluded"):
         chosen(toy(), exclude=["*"])
 
 

@@ -14,6 +14,7 @@ from torch import nn
 import mst_scale
 from mst_scale.comm import Mesh, ParallelDims
 from mst_scale.config.blocks import ModelConfig
+from mst_scale.errors import UserError
 from mst_scale.models.bert import BERT
 from tests.support import pool
 from tests.support.cut_sequences import SHAPE, batch, config, mesh_of, mine, model, train
@@ -184,14 +185,14 @@ def refusals(rank: int, world: int) -> dict[str, str]:
     }
     said = {}
     for name, (refused, mpu, stage) in cases.items():
-        with pytest.raises(ValueError) as caught:
+        with pytest.raises(UserError) as caught:
             mst_scale.initialize(model=refused, mpu=mpu, config=mst_config(stage, 1))
         said[name] = str(caught.value)
         groups.mpu = None
     theirs._release_sequence_parallel_groups()
     engine, *_ = mst_scale.initialize(model=model(), mpu=cut, config=config(2, cut, "fp32", STEPS))
     for name, length in (("uneven", 8 + rank), ("long", 17)):
-        with pytest.raises(ValueError) as caught:
+        with pytest.raises(UserError) as caught:
             engine(torch.zeros(2, length, dtype=torch.long))
         said[name] = str(caught.value)
     groups.mpu = None

@@ -10,6 +10,7 @@ import torch
 import mst_scale
 from mst_scale.checkpoints.multiplied import multiplied_weights_of
 from mst_scale.config import load
+from mst_scale.errors import UserError
 from mst_scale.flops.ledger import forecast
 from mst_scale.methods import METHODS, Method, NoOptions, WeightFunction, register
 from tests.support import pool
@@ -231,7 +232,7 @@ def test_a_method_of_ones_own_needs_nothing_but_itself():
 
 def rejected(rank: int, world: int):
     def said(mst: dict, name: str = "sr-ste", **more) -> str:
-        with pytest.raises(ValueError) as caught:
+        with pytest.raises(UserError) as caught:
             mst_scale.initialize(model=model(), config={**config(name, 1, world, **mst), **more})
         return str(caught.value)
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import mst_scale
+from mst_scale.errors import UserError
 from mst_scale.hybrid_sparse_attention import Pattern, attach, set_pattern
 from mst_scale.hybrid_sparse_attention.hugging_face import hugging_face_attention, unsupported_reason
 from tests.support import pool
@@ -166,7 +167,7 @@ def test_an_unsupported_case_gives_the_reason():
 @pytest.mark.parametrize("sinks", [torch.ones(2), torch.zeros(1)])
 def test_unknown_arguments_are_rejected(sinks):
     q = torch.ones(1, 2, 4, 8)
-    with pytest.raises(ValueError, match="s_aux"):
+    with pytest.raises(UserError, match="s_aux"):
         hugging_face_attention(torch.nn.Identity(), q, q, q, None, s_aux=sinks)
 
 

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 
 import mst_scale
+from mst_scale.errors import UserError
 from mst_scale.hybrid_sparse_attention import Pattern, SequenceShard, attach
 from mst_scale.hybrid_sparse_attention.hugging_face import NAME
 from tests.support import pool
@@ -146,7 +147,7 @@ def logits_of_parts(rank: int, world: int) -> tuple[torch.Tensor, str, str | Non
         logits = model(tokens, position_ids=positions, use_cache=False).logits
     said = ""
     if mpu is not None:
-        with pytest.raises(ValueError) as caught:  # a second text begins at 20
+        with pytest.raises(UserError) as caught:  # a second text begins at 20
             model(tokens, position_ids=torch.where(positions < 20, positions, positions - 20), use_cache=False)
         said = str(caught.value)
     forget(NAME)

@@ -8,6 +8,7 @@ import pickle
 import pytest
 import torch
 
+from mst_scale.errors import UserError
 from mst_scale.hybrid_sparse_attention import Pattern, SelfAttention, SequenceShard, sequence_parallel
 from tests.support.pool import run
 
@@ -70,7 +71,7 @@ def test_ranks_together_equal_the_definition_on_one(world: int) -> None:
 def _odd_heads(rank: int, world: int) -> str:
     import torch.distributed as dist
 
-    with pytest.raises(ValueError, match="heads cannot be split") as error:
+    with pytest.raises(UserError, match="heads cannot be split") as error:
         sequence_parallel(SelfAttention(30, 5), dist.group.WORLD)
     return str(error.value)
 

@@ -9,6 +9,7 @@ import torch
 
 import mst_scale
 from mst_scale.config import ModelConfig
+from mst_scale.errors import UserError
 from mst_scale.flops import any_model
 from mst_scale.flops.any_model import ModelLedger, row
 from mst_scale.flops.formulas import dense_step_flops, step_flops
@@ -294,7 +295,7 @@ def noted_at_the_end(rank, world, folder):
     following.close()
     following.note(val_loss=2.5)
     engine.load_checkpoint(f"{folder}/saved")
-    with pytest.raises(ValueError, match="8, but the engine is at step 5"):
+    with pytest.raises(UserError, match="8, but the engine is at step 5"):
         following.note(val_loss=9.0)
     optimizer = json.loads((Path(folder) / "run.json").read_text())["starts"][0]["optimizer"]
     return rows(folder), optimizer["lr"]

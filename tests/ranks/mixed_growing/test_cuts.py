@@ -14,6 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from mst_scale.comm.exchange import Exchange
+from mst_scale.errors import Damaged, UserError
 from mst_scale.mixed_growing import packed_bits
 from mst_scale.mixed_growing.blocks import Blocks, Elements
 from mst_scale.mixed_growing.evolve import Layer
@@ -138,7 +139,7 @@ def test_a_slice_that_no_file_holds_is_missed():
         mask.set_flags(torch.arange(12) % 2 == 0, 12)
         written.append(MaskSet([mask]).stored())
     masks = MaskSet([LayerMask(Shard.whole("a", (4, 6)), CPU)])
-    with pytest.raises(ValueError, match="mask of a lacks weight 3: a rank's file is missing"):
+    with pytest.raises(Damaged, match="mask of a lacks weight 3: a rank's file is missing"):
         masks.load(written[:1])
     masks.load(written)
     assert masks["a"].count() == 12
@@ -165,5 +166,5 @@ def test_indices_go_there_and_back():
 
 @pytest.mark.parametrize("rows", [((2, 1),), ((0, 3), (2, 4)), ((0, 8),)])
 def test_ranges_ascend_within_the_matrix(rows: Any):
-    with pytest.raises(ValueError, match="must be ascending ranges"):
+    with pytest.raises(UserError, match="must be ascending ranges"):
         Cut((7, 5), rows, ((0, 5),))

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mst_scale.comm.exchange import Exchange
-from mst_scale.errors import DivergedError
+from mst_scale.errors import DivergedError, UserError
 from mst_scale.mixed_growing import packed_bits
 from mst_scale.mixed_growing.distribution import Plan, plan, share_of
 from mst_scale.mixed_growing.evolve import Change, Layer, evolve, sparsify
@@ -179,14 +179,14 @@ def test_weights_are_read_only():
 def test_missing_inputs_of_a_policy_are_named():
     mask = LayerMask(Shard.of_range("layer", (4, 1), 0, 4), CPU)
     mask.set_flags(torch.tensor([True, True, False, False]), 2)
-    with pytest.raises(ValueError, match=r"layer: .* gradient"):
+    with pytest.raises(UserError, match=r"layer: .* gradient"):
         step(Layer(mask, 2, torch.ones(4)), zeta=0.5)
-    with pytest.raises(ValueError, match=r"layer: .* momentum"):
+    with pytest.raises(UserError, match=r"layer: .* momentum"):
         step(Layer(mask, 2, torch.ones(4), torch.ones(4)), policy("snfs"), zeta=0.5)
     assert step(Layer(mask, 2, torch.ones(4)), policy("set"), zeta=0.5).by_random == 1
-    with pytest.raises(ValueError, match="5 of 4"):
+    with pytest.raises(UserError, match="5 of 4"):
         Layer(mask, 5, torch.ones(4))
-    with pytest.raises(ValueError, match="gradient"):
+    with pytest.raises(UserError, match="gradient"):
         Layer(mask, 2, torch.ones(4), torch.ones(3))
 
 
@@ -307,5 +307,5 @@ def test_coverage_counts_from_the_initial_masks():
 
 
 def test_initial_masks_by_an_unknown_rule():
-    with pytest.raises(ValueError, match=r"mst\.sparsity\.initial"):
+    with pytest.raises(UserError, match=r"mst\.sparsity\.initial"):
         sparsify([], how="best", seed=0, exchange=Exchange())

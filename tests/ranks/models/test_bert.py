@@ -6,6 +6,7 @@ import torch.nn.functional as F
 
 from mst_scale.config import MODELS, ModelConfig, TargetsConfig
 from mst_scale.engine.targets import choose_targets
+from mst_scale.errors import UserError
 from mst_scale.flops.formulas import matrices
 from mst_scale.hybrid_sparse_attention import Pattern, set_pattern
 from mst_scale.models import BERT, GPT, build
@@ -49,7 +50,7 @@ def test_the_config_chooses_the_model():
     assert isinstance(build(TOY), BERT)
     assert isinstance(build(dataclasses.replace(TOY, arch="gpt")), GPT)
     for wrong, arch in ((GPT, "bert"), (BERT, "gpt")):
-        with pytest.raises(ValueError, match=f"model.arch is '{arch}'"):
+        with pytest.raises(UserError, match=f"model.arch is '{arch}'"):
             wrong(dataclasses.replace(TOY, arch=arch))
 
 
@@ -144,5 +145,5 @@ def test_bfloat16_is_sane():
 
 
 def test_a_sequence_longer_than_the_positions_is_rejected():
-    with pytest.raises(ValueError, match=r"17 tokens .* model\.seq_length = 16"):
+    with pytest.raises(UserError, match=r"17 tokens .* model\.seq_length = 16"):
         made()(torch.zeros(1, 17, dtype=torch.long))

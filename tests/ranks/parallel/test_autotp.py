@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 import mst_scale
 from mst_scale.checkpoints.reshape import reshape
+from mst_scale.errors import UserError
 from tests.support import auto_tp
 from tests.support.auto_tp import Cut, Recipe, config, forget_groups, llama, started, step
 from tests.support.engines import masters, whole_masks
@@ -354,7 +355,7 @@ def rejected(rank: int, world: int, build: Any, deepspeed: dict[str, Any], mpu: 
     given = {} if mpu is None else {"mpu": mpu()}
     try:
         mst_scale.initialize(model=build(), config=raw, **given)
-    except ValueError as error:
+    except UserError as error:
         return str(error)
     finally:
         forget_groups()
@@ -395,8 +396,8 @@ MUON = {"optimizer": {"type": "Muon", "params": {"lr": 1e-3}}}
 def test_indivisible_models_are_rejected_in_one_line(build: Any, deepspeed: dict, mpu: Any, line: str):
     for said in run(rejected, 2, build, deepspeed, mpu, seconds=120):
         assert "\n" not in said
-        with pytest.raises(ValueError, match=line):
-            raise ValueError(said)
+        with pytest.raises(UserError, match=line):
+            raise UserError(said)
 
 
 def recorded_by_deepspeed(rank: int, world: int, how: Recipe) -> list[float]:

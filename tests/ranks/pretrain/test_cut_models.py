@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from mst_scale.errors import UserError
 from mst_scale.pretrain.batches import Share
 from tests.support import pool, tiny_run
 from tests.support.whole_runs import MST, arguments, attempt, logged_attempt, without_times
@@ -134,5 +135,5 @@ def test_parts_of_sequences_are_in_rank_order():
     tokens = torch.arange(24).view(2, 12)
     parts = [Share(replicas=1, replica=0, parts=3, part=part).cut(tokens) for part in range(3)]
     assert torch.equal(torch.cat(parts, dim=1), tokens)
-    with pytest.raises(ValueError, match="sequence_parallel_size"):
+    with pytest.raises(UserError, match="sequence_parallel_size"):
         Share(replicas=1, replica=0, parts=5, part=0).cut(tokens)

@@ -16,6 +16,7 @@ from mst_scale.config import load
 from mst_scale.config.check import smaller_model
 from mst_scale.data.corpus import open_tokens
 from mst_scale.data.sampler import Sampler
+from mst_scale.errors import UserError
 from mst_scale.flops.budgets import shortened
 from mst_scale.flops.formulas import dense_step_flops
 from mst_scale.hugging_face.export import export, open_source
@@ -259,5 +260,5 @@ def test_an_error_on_rank_0_is_raised_on_all_ranks(tmp_path, small):
 
 def test_a_custom_loop_is_warned(small):
     config = {"train_batch_size": 2, "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}, "mst": {"method": "stack"}}
-    with pytest.raises(ValueError, match=r"method stack is available only in mst_scale\.pretrain"):
+    with pytest.raises(UserError, match=r"method stack is available only in mst_scale\.pretrain"):
         mst_scale.initialize(model=toy(), config=config)

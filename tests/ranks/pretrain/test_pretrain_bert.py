@@ -10,6 +10,7 @@ import torch
 from transformers import AutoModelForMaskedLM
 
 from mst_scale.config import ModelConfig
+from mst_scale.errors import UserError
 from mst_scale.flops.formulas import dense_step_flops
 from mst_scale.hugging_face.export import export, open_source
 from mst_scale.hybrid_sparse_attention import Pattern, set_pattern
@@ -110,7 +111,7 @@ def test_a_run_is_exported_with_its_logits(tmp_path, tied):
     assert "AutoModelForMaskedLM" in card and "[MASK] is that of the tokenizer, or id 64" in card
     pruned = export(tmp_path / "out", tmp_path / "pruned", prune=0.9)
     assert pruned.losses["before"] == pytest.approx(tiny_run.rows(tmp_path / "out")[-1]["val_loss"], rel=1e-5)
-    with pytest.raises(ValueError, match="is a BERT, which predicts masked tokens"):
+    with pytest.raises(UserError, match="is a BERT, which predicts masked tokens"):
         open_source(tmp_path / "out")
 
 

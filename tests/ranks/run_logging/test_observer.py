@@ -13,6 +13,7 @@ import mst_scale
 from mst_scale.comm import Ranks
 from mst_scale.config import load
 from mst_scale.engine.targets import choose_targets
+from mst_scale.errors import Damaged
 from mst_scale.mixed_growing.config import TopologyConfig
 from mst_scale.run_logging import snapshots
 from mst_scale.run_logging.observer import Observer, cell_sums, phase_ends, snapshot_of_checkpoint
@@ -182,7 +183,7 @@ def test_a_snapshot_is_read_back_and_a_damaged_one_is_named(tmp_path):
     np.testing.assert_allclose(back.weights["a.0.b"], cells["a.0.b"], rtol=1e-3)  # half precision
     np.testing.assert_allclose(back.active["a.0.b"], cells["a.0.b"], atol=1 / 500)  # a byte
     path.write_bytes(path.read_bytes()[:200])
-    with pytest.raises(ValueError, match=f"{path} cannot be read"):
+    with pytest.raises(Damaged, match=f"{path} cannot be read"):
         snapshots.load(path)
 
 

@@ -108,7 +108,7 @@ def test_reshape_converts_between_layouts_and_storages(there, here, tmp_path):
 
 def loads_the_other_kind(rank, world, kind, folder):
     engine = started(constant_config(2, world, kind, policy="rigl"))
-    with pytest.raises(ValueError, match=r"stores .*Run `mst reshape"):
+    with pytest.raises(UserError, match=r"stores .*Run `mst reshape"):
         engine.load_checkpoint(folder, tag="half")
     return True
 
@@ -122,7 +122,7 @@ def test_a_checkpoint_of_the_other_storage_is_rejected_with_what_to_do(kind, oth
 def loads_another_count(rank, world, folder):
     engine = started(constant_config(2, world, "auto", sparsity=0.7))
     before = whole_state(engine)
-    with pytest.raises(ValueError, match="active weights in the checkpoint"):
+    with pytest.raises(UserError, match="active weights in the checkpoint"):
         engine.load_checkpoint(folder, tag="half")
     assert differences([whole_state(engine)], [before]) == []
     return True
@@ -212,7 +212,7 @@ def test_load_state_dict_takes_a_matrix():
 def undone(rank, world):
     engine = started(constant_config(2, world, "auto", policy="rigl"))
     engine.module.load_state_dict({n: torch.full_like(v, 0.5) for n, v in engine.module.state_dict().items()})
-    with pytest.raises(ValueError, match="load_weights"):
+    with pytest.raises(UserError, match="load_weights"):
         train(engine, rank, world, 1)
     return True
 
@@ -225,15 +225,15 @@ def not_followed(rank, world):
     import copy
 
     engine = started(constant_config(0, world, "auto", policy="rigl"))
-    with pytest.raises(ValueError, match=r"set mst\.compute\.compact to off"):
+    with pytest.raises(UserError, match=r"set mst\.compute\.compact to off"):
         copy.deepcopy(engine.module)
     x = torch.randn(3, 13, requires_grad=True)
-    with pytest.raises(ValueError, match=r"torch\.func"):
+    with pytest.raises(UserError, match=r"torch\.func"):
         torch.func.grad(lambda x: engine.module.up(x).sum())(x)
     prune.l1_unstructured(engine.module.up, "weight", amount=0.1)
     parametrizations.weight_norm(engine.module.down)
     for layer, width in ((engine.module.up, 13), (engine.module.down, 37)):
-        with pytest.raises(ValueError, match=r"pruned or parametrized.*set mst\.compute\.compact to off"):
+        with pytest.raises(UserError, match=r"pruned or parametrized.*set mst\.compute\.compact to off"):
             layer(torch.randn(3, width))
     return True
 

@@ -357,7 +357,7 @@ def frozen_during(rank, world, stage):
     engine = started(constant_config(stage, world, "auto", policy="rigl"))
     train(engine, rank, world, 2)
     engine.module.up.weight.requires_grad_(False)
-    with pytest.raises(ValueError, match=r"up\.weight was frozen"):
+    with pytest.raises(UserError, match=r"up\.weight was frozen"):
         train(engine, rank, world, 1, first=2)
     return True
 

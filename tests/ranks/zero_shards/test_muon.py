@@ -8,6 +8,7 @@ import torch
 import mst_scale
 from mst_scale import zero_shards
 from mst_scale.checkpoints.reshape import reshape
+from mst_scale.errors import UserError
 from mst_scale.zero_shards.muon import orthogonalised
 from tests.support import pool
 from tests.support.engines import whole_masks
@@ -326,7 +327,7 @@ def saves(rank, world, stage, folder):
 @pytest.mark.parametrize("stage", STAGES)
 def test_reshape_refuses_muons_states_in_one_line(tmp_path, stage):
     pool.run(saves, 2, stage, str(tmp_path))
-    with pytest.raises(ValueError, match=r"optimizer states of Adam.*warm_start") as caught:
+    with pytest.raises(UserError, match=r"optimizer states of Adam.*warm_start") as caught:
         reshape(tmp_path / "four")
     assert len(str(caught.value).splitlines()) == 1
 

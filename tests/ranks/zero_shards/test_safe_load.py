@@ -10,6 +10,7 @@ import torch
 
 from mst_scale.checkpoints import manifests
 from mst_scale.checkpoints.reshape import reshape
+from mst_scale.errors import UserError
 from mst_scale.evaluation.models import open_model
 from mst_scale.files import file_digest
 from mst_scale.hugging_face.export import export
@@ -73,11 +74,11 @@ def test_a_checkpoint_with_code_in_it_is_refused(saved, tmp_path, stage, pattern
     assert [code for code, _ in results] == [2, 2], results
     lines = [line for _, text in results for line in text.splitlines()]
     assert len(lines) == 1 and "holds more than data and is not opened" in lines[0] and "mkdir" in lines[0]
-    with pytest.raises(ValueError, match=r"holds more than data"):
+    with pytest.raises(UserError, match=r"holds more than data"):
         reshape(folder)
-    with pytest.raises(ValueError, match=r"holds more than data"):
+    with pytest.raises(UserError, match=r"holds more than data"):
         export(folder, tmp_path / "hf")
-    with pytest.raises(ValueError, match=r"holds more than data"):
+    with pytest.raises(UserError, match=r"holds more than data"):
         open_model(str(tmp_path / "out"), "byte", torch.device("cpu"))
     assert not target.exists()
 
@@ -86,7 +87,7 @@ def test_a_universal_copy_with_code_in_it_is_refused(saved, tmp_path):
     folder, target = tmp_path / "universal", tmp_path / "hostile"
     reshape(saved(2) / "out" / "checkpoints" / "step00000004", folder)
     poison(folder, "zero/*/fp32.pt", target)
-    with pytest.raises(ValueError, match=r"holds more than data"):
+    with pytest.raises(UserError, match=r"holds more than data"):
         export(folder, tmp_path / "hf", config=saved(2) / "out" / "config.json")
     assert not target.exists()
 
@@ -127,10 +128,10 @@ def test_an_enums_member_is_data_however_python_writes_it(tmp_path):
     assert safe_load.load(tmp_path / "a.pt", [ZeroStageEnum]) == {"stage": ZeroStageEnum.weights}
     for owner, name in ((ZeroStageEnum, "mro"), (dict, "fromkeys")):
         torch.save({"stage": ByName(owner, name)}, tmp_path / "b.pt")
-        with pytest.raises(ValueError, match=r"holds more than data.*getattr of"):
+        with pytest.raises(UserError, match=r"holds more than data.*getattr of"):
             safe_load.load(tmp_path / "b.pt", [ZeroStageEnum, dict])
     torch.save({"stage": ByName(ZeroStageEnum, "weights")}, tmp_path / "c.pt")
-    with pytest.raises(ValueError, match=r"holds more than data.*ZeroStageEnum"):
+    with pytest.raises(UserError, match=r"holds more than data.*ZeroStageEnum"):
         safe_load.load(tmp_path / "c.pt")
 
 
@@ -156,7 +157,7 @@ def test_a_parameter_whose_name_is_a_path_is_refused(saved, tmp_path, stage, pat
     for path in paths:
         torch.save(renamed(torch.load(path, weights_only=False), "ln_f.weight", name), path)
     before = sorted(tmp_path.rglob("*"))
-    with pytest.raises(ValueError, match="whose name is a path"):
+    with pytest.raises(UserError, match="whose name is a path"):
         reshape(source)
     assert paths and sorted(tmp_path.rglob("*")) == before and not Path(f"/tmp/outside-{os.getpid()}").exists()
 

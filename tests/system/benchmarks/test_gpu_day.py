@@ -16,6 +16,7 @@ from mst_scale.benchmarks.gpu_parts.book import Book, page
 from mst_scale.benchmarks.gpu_parts.part import Where
 
 from mst_scale.benchmarks import attention, gpu_day
+from mst_scale.errors import UserError
 from mst_scale.hybrid_sparse_attention import tiles
 from tests.support import tiny_run, triton_interpreter
 
@@ -178,14 +179,14 @@ def run(words):
 def test_results_of_another_machine_are_not_mixed(tmp_path):
     Book(tmp_path).begin({"gpu": "A", "torch": "2", "start": 1})
     Book(tmp_path).begin({"gpu": "A", "torch": "2", "start": 2})
-    with pytest.raises(ValueError, match="was measured with gpu A, and this is gpu B: choose another --out"):
+    with pytest.raises(UserError, match="was measured with gpu A, and this is gpu B: choose another --out"):
         Book(tmp_path).begin({"gpu": "B", "torch": "2", "start": 3})
 
 
 def test_without_a_gpu_the_error_has_a_fix(tmp_path):
     if torch.cuda.is_available():
         pytest.skip("there is a device")
-    with pytest.raises(ValueError, match="no CUDA device here: --tiny"):
+    with pytest.raises(UserError, match="no CUDA device here: --tiny"):
         gpu_day.main(["--out", str(tmp_path / "day")])
     with contextlib.redirect_stdout(io.StringIO()) as reported, pytest.raises(SystemExit):
         gpu_day.main(["--help"])

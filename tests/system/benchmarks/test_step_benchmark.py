@@ -12,6 +12,7 @@ from mst_scale.benchmarks.step_sides import layers_that_fit
 from mst_scale import cli
 from mst_scale.benchmarks import machine, scaling, step, step_cuda, step_report
 from mst_scale.config import load
+from mst_scale.errors import UserError
 from mst_scale.flops.formulas import dense_step_flops
 from mst_scale.plan.memory import memory
 from mst_scale.plan.setting import setting_of
@@ -284,7 +285,7 @@ def test_as_many_layers_as_fit(monkeypatch):
             both = [memory(e, setting_of(e, 1)) for e in (ours, baseline)]
             assert sum(side.held for side in both) > 40e9 * 0.9
     assert fitting["gpt2_small"] == [12] * 3 and 4 <= fitting["gpt3_6.7b"][1] < 32
-    with pytest.raises(ValueError, match="not one layer fits in 1 GB"):
+    with pytest.raises(UserError, match="not one layer fits in 1 GB"):
         layers_that_fit(ours, baseline, 1, 1e9)
 
 
@@ -331,5 +332,5 @@ def test_scaling_from_files(tmp_path, capsys):
         assert "<svg" in picture.read_text()
         assert scaling.main(["--from", *map(str, some), "--markdown"]) == 0
         assert f"| {kind} | 4 |" in capsys.readouterr().out
-    with pytest.raises(ValueError, match="neither the same sequences per rank nor the same global batch"):
+    with pytest.raises(UserError, match="neither the same sequences per rank nor the same global batch"):
         scaling.main(["--from", str(files[0]), str(files[4]), str(files[5])])

@@ -108,7 +108,7 @@ def test_a_saved_data_set_may_bring_its_own_validation(tmp_path: Path):
     limited = read(tmp_path / "saved", val_split="held", max_bytes=2000, val_fraction=0.1)
     assert limited["val"] == parts["held"][: len(limited["val"])] and len(limited["val"]) > 0
     assert limited["train"] == TEXTS[: len(limited["train"])] and len(limited["train"]) > len(limited["val"])
-    with pytest.raises(ValueError, match=r"'test'.* train, held"):
+    with pytest.raises(UserError, match=r"'test'.* train, held"):
         read(tmp_path / "saved", split="test")
 
 

@@ -9,6 +9,7 @@ import sys
 
 import pytest
 
+from mst_scale.errors import UserError
 from tests.support import pool, tiny_run
 
 pytestmark = pytest.mark.full
@@ -90,7 +91,7 @@ def test_a_policy_of_a_known_name_is_rejected():
     from mst_scale.mixed_growing.policies import POLICIES, Policy, register
 
     assert register(POLICIES["rigl"]) is POLICIES["rigl"]
-    with pytest.raises(ValueError, match="'rigl'"):
+    with pytest.raises(UserError, match="'rigl'"):
         register(Policy("rigl", random_share=0.5))
 
 

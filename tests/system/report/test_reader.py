@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from mst_scale.cli import main
+from mst_scale.errors import UserError
 from mst_scale.report import Report
 from mst_scale.report.groups import group_runs
 from mst_scale.report.reader import Reader
@@ -175,9 +176,9 @@ def test_rows_without_wall_clock_give_the_time_of_their_steps(tmp_path):
 def test_an_empty_run_and_no_run(tmp_path):
     folder = tmp_path / "empty"
     folder.mkdir()
-    with pytest.raises(ValueError, match="is not a run: it has neither"):
+    with pytest.raises(UserError, match="is not a run: it has neither"):
         Reader(folder)
-    with pytest.raises(ValueError, match="there is no folder"):
+    with pytest.raises(UserError, match="there is no folder"):
         Reader(tmp_path / "nowhere")
     (folder / "metrics.jsonl").touch()
     assert "no row in metrics.jsonl yet" in read(folder).notes

@@ -8,6 +8,7 @@ from mst_scale.benchmarks.studies import channels
 
 from mst_scale.checkpoints.open_masks import OpenMasks
 from mst_scale.config import ModelConfig
+from mst_scale.errors import UserError
 from mst_scale.models import GPT
 
 CONFIG = ModelConfig(n_layer=2, n_head=2, n_embd=16, seq_length=8, vocab_size=8)
@@ -38,5 +39,5 @@ def test_the_file_is_one_that_a_run_takes(tmp_path, capsys):
     expected = channels.channel_masks(GPT(CONFIG), 2, 0.25, seed=1)
     for name, mask in expected.items():
         assert torch.equal(OpenMasks(out).mask(name, tuple(mask.shape)), mask)
-    with pytest.raises(ValueError, match=r"--density 1\.5"):
+    with pytest.raises(UserError, match=r"--density 1\.5"):
         channels.main(["--width", "16", "--density", "1.5", "--out", str(out)])

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from mst_scale.benchmarks import pruning
+from mst_scale.errors import UserError
 
 ROOT = Path(__file__).parents[3]
 
@@ -32,7 +33,7 @@ def test_the_length_that_gives_a_loss(wanted):
 
 
 def test_a_loss_that_no_shorter_run_has():
-    with pytest.raises(ValueError, match=r"1,000 steps end at 1\.5795, above 1\.5000: train more"):
+    with pytest.raises(UserError, match=r"1,000 steps end at 1\.5795, above 1\.5000: train more"):
         pruning.steps_to(1.5, curve, 1000)
 
 

@@ -44,7 +44,7 @@ def test_the_papers_config():
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_a_recipe_is_not_a_method(recipe):
-    with pytest.raises(ValueError, match=f"'{recipe}' is a recipe, not a method: --set recipe={recipe}"):
+    with pytest.raises(UserError, match=f"'{recipe}' is a recipe, not a method: --set recipe={recipe}"):
         load(MINIMAL, method=recipe)
     assert load(MINIMAL, [f"recipe={recipe}"]).mst.method == "mst"
 
@@ -82,7 +82,7 @@ def test_overrides_do_not_reach_the_presets():
 
 def test_only_dense_short_names_a_run_to_match():
     assert load(MINIMAL, method="dense-short").mst.like is None
-    with pytest.raises(ValueError, match="is for method dense-short, not for rigl"):
+    with pytest.raises(UserError, match="is for method dense-short, not for rigl"):
         load(MINIMAL, ["mst.like=c.json"], method="rigl")
     assert load(MINIMAL, ["mst.like=c.json"], method="dense-short").mst.sparsity.variation == "dense"
 
@@ -156,7 +156,7 @@ def test_recipes():
     assert load(MINIMAL, ["recipe=mst-best"], method="rigl").mst.topology.policy == "rigl"
     own = load({**MINIMAL, "recipe": "mst-best", "mst": {"sparsity": {"max": 0.9}}, "training": {"decay": 0.1}})
     assert (own.mst.sparsity.max, own.mst.topology.random_ratio, own.training.decay) == (0.9, 1.0, 0.1)
-    with pytest.raises(ValueError, match="nearest is 'mst-wsd'"):
+    with pytest.raises(UserError, match="nearest is 'mst-wsd'"):
         load({**MINIMAL, "recipe": "mst-wds"})
 
 
@@ -223,7 +223,7 @@ def test_a_stride_may_be_a_share_of_the_context():
     assert of(0.25) == of(32)
     assert load({**MINIMAL, "model": model, "recipe": "mst-best"}).mst.attention.stride == 32
     for wrong in (0.0, -0.5, 1.5, 96.0):
-        with pytest.raises(ValueError, match=r"mst.attention.stride = .* must be tokens \(an integer\)"):
+        with pytest.raises(UserError, match=r"mst.attention.stride = .* must be tokens \(an integer\)"):
             of(wrong)
     assert load({"recipe": "mst-best"}).mst.attention.stride == 256, "of a model that is not ours"
 
@@ -266,7 +266,7 @@ def test_bert_presets():
     assert load({"model": {"preset": "bert-large"}}).model.n_layer == 24
     tiny = load({"model": {"preset": "bert-base"}}, method="tiny").model
     assert (tiny.arch, tiny.n_layer, tiny.n_embd, tiny.seq_length) == ("bert", 6, 384, 512), "a small BERT, not a GPT"
-    with pytest.raises(ValueError, match=r"model\.mask_share must be .*, not 0"):
+    with pytest.raises(UserError, match=r"model\.mask_share must be .*, not 0"):
         load({"model": {"arch": "bert", "mask_share": 0}})
 
 

@@ -5,6 +5,7 @@ import pytest
 from mst_scale.config import load
 from mst_scale.config.check import check
 from mst_scale.config.deepspeed import batch_shape
+from mst_scale.errors import UserError
 from tests.unit.config.test_load import MINIMAL
 
 
@@ -81,7 +82,7 @@ from tests.unit.config.test_load import MINIMAL
     ],
 )
 def test_errors_name_the_key_and_the_fix(raw, message):
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(UserError, match=message):
         load({**MINIMAL, **raw})
 
 
@@ -104,18 +105,18 @@ def test_unreadable_files(tmp_path, text, message):
     path = tmp_path / "c.json"
     if text is not None:
         path.write_text(text)
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(UserError, match=message):
         load(path)
 
 
 def test_a_folder_is_not_a_config(tmp_path):
-    with pytest.raises(ValueError, match=f"{tmp_path}: cannot be read: Is a directory$"):
+    with pytest.raises(UserError, match=f"{tmp_path}: cannot be read: Is a directory$"):
         load(tmp_path)
 
 
 @pytest.mark.parametrize("override", ["mst", "=3", "mst..max=1", "train_batch_size.x=1"])
 def test_malformed_overrides(override):
-    with pytest.raises(ValueError, match="--set"):
+    with pytest.raises(UserError, match="--set"):
         load(MINIMAL, [override])
 
 
@@ -133,7 +134,7 @@ def test_malformed_overrides(override):
     ],
 )
 def test_batches_that_do_not_divide(ds, message):
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(UserError, match=message):
         batch_shape(ds, 2)
 
 
@@ -178,11 +179,11 @@ def _adam(**params):
     ],
 )
 def test_deepspeed_keys_that_cannot_be_right(extra, message):
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(UserError, match=message):
         check(load({**MINIMAL, **extra}))
 
 
 @pytest.mark.parametrize("std", [0, -0.02, 2.0])
 def test_init_std_is_a_deviation(std: float):
-    with pytest.raises(ValueError, match=r"model\.init_std must be"):
+    with pytest.raises(UserError, match=r"model\.init_std must be"):
         load({"model": {"init_std": std}})

@@ -3,6 +3,7 @@
 import pytest
 
 from mst_scale.config import load
+from mst_scale.errors import UserError
 
 
 def pieces(method="mst", **attention):
@@ -48,7 +49,7 @@ def test_attention_is_dense_from_the_start_where_restoration_begins_the_run():
 
 
 def test_a_stride_of_a_phase_must_be_one():
-    with pytest.raises(ValueError, match=r"mst.attention.phase_strides.ultra must be .*, not 0"):
+    with pytest.raises(UserError, match=r"mst.attention.phase_strides.ultra must be .*, not 0"):
         pieces(phase_strides={"ultra": 0})
-    with pytest.raises(ValueError, match=r"phase_strides takes dense, warmup, ultra, restore"):
+    with pytest.raises(UserError, match=r"phase_strides takes dense, warmup, ultra, restore"):
         pieces(phase_strides={"sparse": 3})

@@ -4,6 +4,7 @@ import pytest
 
 from mst_scale.config import load
 from mst_scale.config.presets import ready_configs
+from mst_scale.errors import UserError
 from mst_scale.flops.budgets import shortened
 from mst_scale.pretrain.start import output_folder, parse_arguments, read_experiment
 from tests.support import tiny_run
@@ -29,7 +30,7 @@ def test_a_name_means_the_file_of_that_name_first(tmp_path, monkeypatch):
 )
 def test_a_name_that_means_nothing(name, near, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(ValueError) as rejected:
+    with pytest.raises(UserError) as rejected:
         load(name)
     said = f"{name}: no such config file; the nearest ready-made config is '{near}' (of bert_base, demo, "
     assert str(rejected.value).startswith(said)
@@ -45,7 +46,7 @@ def test_names_are_taken_by_pretrain(tmp_path, monkeypatch):
 
 
 def test_an_error_names_the_file():
-    with pytest.raises(ValueError, match=r"^demo: unknown key 'mst.spasity'"):
+    with pytest.raises(UserError, match=r"^demo: unknown key 'mst.spasity'"):
         load("demo", ["mst.spasity=1"])
 
 

@@ -7,6 +7,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from mst_scale.config import MODELS, ModelConfig
+from mst_scale.errors import UserError
 from mst_scale.flops.formulas import Flops, dense_step_flops, forward_flops, matrices, step_flops
 from mst_scale.hybrid_sparse_attention import Pattern
 from mst_scale.mixed_growing.config import TopologyConfig
@@ -145,7 +146,7 @@ def test_flops_add_and_scale():
     ],
 )
 def test_wrong_arguments_are_named(arguments: dict, message: str):
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(UserError, match=message):
         step_flops(SMALL, **arguments)
 
 

@@ -4,6 +4,7 @@ import math
 
 import pytest
 
+from mst_scale.errors import UserError
 from mst_scale.flops.frontier import Multiplier, Needed, Point, frontier, interval, multiplier, needed
 
 BUDGETS = (1e12, 2e12, 4e12, 8e12, 1.6e13)
@@ -106,7 +107,7 @@ def test_an_interval_needs_two_values():
 
 
 def test_invalid_points_are_rejected():
-    with pytest.raises(ValueError, match="FLOPs and a loss above 0"):
+    with pytest.raises(UserError, match="FLOPs and a loss above 0"):
         Point(0.0, 1.0)
-    with pytest.raises(ValueError, match="no dense run"):
+    with pytest.raises(UserError, match="no dense run"):
         multiplier({1: Point(1.0, 1.0)}, [])

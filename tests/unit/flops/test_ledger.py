@@ -123,7 +123,7 @@ def test_whole_channels_are_counted_in_eights():
 
 
 def test_globs_that_match_nothing_are_rejected_without_a_model():
-    with pytest.raises(ValueError, match=r"'mlp\*' matches no parameter that can be sparse"):
+    with pytest.raises(UserError, match=r"'mlp\*' matches no parameter that can be sparse"):
         forecast(load(RAW, ['mst.targets.exclude=["mlp*"]']))
 
 
@@ -261,9 +261,9 @@ def test_dense_short_of_no_named_run_keeps_what_the_config_says_of_mst(tmp_path,
 def test_dense_short_of_dense_short_is_rejected(tmp_path):
     path = tmp_path / "c.json"
     path.write_text(json.dumps({**RAW, "mst": {"method": "dense-short", "like": "x"}}))
-    with pytest.raises(ValueError, match="is itself a dense-short run"):
+    with pytest.raises(UserError, match="is itself a dense-short run"):
         shortened(load(path, [f"mst.like={path}"]))
-    with pytest.raises(ValueError, match=r"nope\.json: no such config file"):
+    with pytest.raises(UserError, match=r"nope\.json: no such config file"):
         shortened(load(path, ["mst.like=nope.json"]))
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from mst_scale.errors import UserError
 from mst_scale.hybrid_sparse_attention import Pattern, attention, cpp, dispatch
 from tests.support.attention_oracle import inputs
 
@@ -45,7 +46,7 @@ def test_the_choice_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     ],
 )
 def test_a_backend_that_cannot_run_gives_the_reason(backend: str, reason: str) -> None:
-    with pytest.raises(ValueError, match=reason):
+    with pytest.raises(UserError, match=reason):
         attention(*small(), SPARSE, backend=backend)
 
 
@@ -61,7 +62,7 @@ def test_without_a_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, cap
             for _ in range(2):
                 result = attention(*small(), SPARSE)
             large = attention(*(x.repeat(1, 1, 64, 1) for x in small()), SPARSE)
-        with pytest.raises(ValueError, match="no C\\+\\+ compiler"):
+        with pytest.raises(UserError, match="no C\\+\\+ compiler"):
             attention(*small(), SPARSE, backend="cpp")
     finally:
         cpp.library.cache_clear()
@@ -73,9 +74,9 @@ def test_without_a_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, cap
 
 def test_dropout() -> None:
     q, k, v = small()
-    with pytest.raises(ValueError, match="dropout"):
+    with pytest.raises(UserError, match="dropout"):
         attention(q, k, v, SPARSE, dropout=0.1)
-    with pytest.raises(ValueError, match="dropout"):
+    with pytest.raises(UserError, match="dropout"):
         attention(q, k, v, Pattern("dense"), backend="blocked", dropout=0.1)
     torch.manual_seed(0)
     ones = torch.ones_like(v)
@@ -93,15 +94,15 @@ def test_dropout() -> None:
     ],
 )
 def test_shapes_that_do_not_fit(shapes: tuple[tuple[int, ...], ...], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(UserError, match=message):
         attention(*(torch.zeros(s) for s in shapes))
 
 
 def test_types_that_do_not_fit() -> None:
     q, k, v = small()
-    with pytest.raises(ValueError, match="share dtype"):
+    with pytest.raises(UserError, match="share dtype"):
         attention(q, k, v.double())
-    with pytest.raises(ValueError, match="floating-point"):
+    with pytest.raises(UserError, match="floating-point"):
         attention(q.int(), k.int(), v.int())
 
 

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from mst_scale.errors import UserError
 from mst_scale.hybrid_sparse_attention import Pattern, SelfAttention, set_pattern
 
 PATTERNS = (Pattern("strided", 8), Pattern("dense"), Pattern("fixed", 8), Pattern("strided", 16))
@@ -125,12 +126,12 @@ def test_dropout_only_where_dense() -> None:
     module.pattern = Pattern("strided", 8)
     module(x)  # nothing is dropped in evaluation
     module.train()
-    with pytest.raises(ValueError, match="dropout"):
+    with pytest.raises(UserError, match="dropout"):
         module(x)
 
 
 def test_heads_must_divide_the_width() -> None:
-    with pytest.raises(ValueError, match="multiple of n_head"):
+    with pytest.raises(UserError, match="multiple of n_head"):
         SelfAttention(32, 5)
 
 

@@ -5,6 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mst_scale.errors import UserError
 from mst_scale.hybrid_sparse_attention import Pattern
 
 PAPER = [
@@ -100,7 +101,7 @@ def test_patterns_are_values() -> None:
 
 @pytest.mark.parametrize(("kind", "stride"), [("windowed", 8), ("strided", 0), ("strided", 2.0), ("fixed", True)])
 def test_nonsense_is_rejected(kind: str, stride: int) -> None:
-    with pytest.raises(ValueError, match="attention"):
+    with pytest.raises(UserError, match="attention"):
         Pattern(kind, stride)
-    with pytest.raises(ValueError, match="accounting"):
+    with pytest.raises(UserError, match="accounting"):
         Pattern().share(8, "generous")

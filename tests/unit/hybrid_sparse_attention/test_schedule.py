@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import pytest
 
+from mst_scale.errors import UserError
 from mst_scale.hybrid_sparse_attention import AttentionSchedule, Pattern, strides_per_phase
 
 SPARSE, DENSE = Pattern("strided", 256), Pattern("dense")
@@ -36,7 +37,7 @@ def test_a_phase_without_steps_is_left_out() -> None:
 
 @pytest.mark.parametrize("pieces", [(), ((1, SPARSE),), ((0, SPARSE), (5, DENSE), (5, SPARSE))])
 def test_bad_pieces_are_rejected(pieces: tuple[tuple[int, Pattern], ...]) -> None:
-    with pytest.raises(ValueError, match="attention schedule"):
+    with pytest.raises(UserError, match="attention schedule"):
         AttentionSchedule(pieces)
-    with pytest.raises(ValueError, match="negative"):
+    with pytest.raises(UserError, match="negative"):
         AttentionSchedule().pattern_at(-1)

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from mst_scale.errors import UserError
 from mst_scale.hybrid_sparse_attention import Pattern, attention, tiles
 from tests.support import triton_interpreter
 from tests.support.attention_oracle import TOLERANCE, check, inputs
@@ -57,7 +58,7 @@ RAISED: list[tuple[str, int, int, bool, int, int, int, str]] = [
 def test_a_sequence_whose_offsets_do_not_fit_32_bits_is_rejected():
     """Not read and written elsewhere."""
     q = torch.empty(1, 64, 1 << 18, 128, device="meta", dtype=torch.bfloat16)
-    with pytest.raises(ValueError, match="sequence_parallel"):
+    with pytest.raises(UserError, match="sequence_parallel"):
         triton_kernel.forward(q, q, q, pattern=Pattern("strided", 256), causal=True, scale=1.0)
 
 

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mst_scale.errors import UserError
 from mst_scale.mixed_growing.distribution import RAW_MASS, active_counts
 
 GPT2 = [s for _ in range(12) for s in [(2304, 768), (768, 768), (3072, 768), (768, 3072)]] + [(50304, 768)]
@@ -101,5 +102,5 @@ def test_sparsity_zero_is_exactly_full(kind):
     ],
 )
 def test_invalid_values_are_rejected(layers, sparsity, kind, message):
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(UserError, match=message):
         active_counts(layers, sparsity, kind)

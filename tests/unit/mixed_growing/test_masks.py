@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mst_scale.comm.exchange import Exchange
+from mst_scale.errors import Damaged, UserError
 from mst_scale.mixed_growing import packed_bits
 from mst_scale.mixed_growing.masks import LayerMask, MaskSet, StoredMask, assemble, sha256
 from mst_scale.shard import Shard
@@ -77,12 +78,12 @@ def test_retain_zeroes_several_views():
 
 
 def test_names_are_unique():
-    with pytest.raises(ValueError, match="tied"):
+    with pytest.raises(UserError, match="tied"):
         MaskSet([sliced("a", some_flags(), 0, 5), sliced("a", some_flags(), 5, 9)])
 
 
 def test_a_slice_outside_its_parameter_is_rejected():
-    with pytest.raises(ValueError, match="exceeds its 20 weights"):
+    with pytest.raises(UserError, match="exceeds its 20 weights"):
         LayerMask(Shard.of_range("a", (4, 5), 15, 6), CPU)
     assert (
         LayerMask(Shard.of_range("a", (4, 5), 24, 0), CPU).length == 0
@@ -165,7 +166,7 @@ def damaged(kind: str) -> list[dict[str, StoredMask]]:
 def test_a_mismatch_is_rejected_by_name_and_changes_nothing(kind: str, message: str):
     masks = MaskSet([sliced("a", ~some_flags(), 0, 103)])
     before = masks["a"].bits.clone()
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises((Damaged, UserError), match=message):
         masks.load(damaged(kind))
     assert torch.equal(masks["a"].bits, before)
 
@@ -173,7 +174,7 @@ def test_a_mismatch_is_rejected_by_name_and_changes_nothing(kind: str, message: 
 def test_a_flipped_bit_is_detected_when_the_mask_is_assembled():
     shard = MaskSet([sliced("a", some_flags(), 0, 103)]).stored()["a"]
     shard.bits[3] ^= 16
-    with pytest.raises(ValueError, match="damaged"):
+    with pytest.raises(Damaged, match="damaged"):
         assemble([shard], "a")
 
 

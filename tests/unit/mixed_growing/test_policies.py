@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from mst_scale.errors import UserError
 from mst_scale.mixed_growing.policies import BY_GRADIENT, BY_MOMENTUM, BY_WEIGHT, POLICIES, mest, policy
 
 W, G, M = torch.tensor([-3.0, 1.0]), torch.tensor([0.5, -4.0]), torch.tensor([2.0, -6.0])
@@ -50,9 +51,9 @@ def test_variants():
 
 
 def test_invalid_values_are_rejected():
-    with pytest.raises(ValueError, match="choose from mst"):
+    with pytest.raises(UserError, match="choose from mst"):
         policy("mixed")
-    with pytest.raises(ValueError, match="mest, not"):
+    with pytest.raises(UserError, match="mest, not"):
         policy("mst", mest_share=0.5)
-    with pytest.raises(ValueError, match="random_ratio"):
+    with pytest.raises(UserError, match="random_ratio"):
         policy("mst", random_share=1.5)

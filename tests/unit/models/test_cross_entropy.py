@@ -77,7 +77,7 @@ def test_targets_on_other_devices_are_not_read():
 
 
 def test_shapes_must_agree():
-    with pytest.raises(ValueError, match=r"\(4,\).*\(2, 2, 3\)"):
+    with pytest.raises(UserError, match=r"\(4,\).*\(2, 2, 3\)"):
         cross_entropy(torch.zeros(2, 2, 3), torch.zeros(4, dtype=torch.long))
 
 

@@ -7,6 +7,7 @@ import torch.nn.functional as F
 
 from mst_scale import models
 from mst_scale.config import MODELS, ModelConfig
+from mst_scale.errors import UserError
 from mst_scale.hybrid_sparse_attention import Pattern, set_pattern
 from mst_scale.models import GPT, initial_weights
 from mst_scale.models import gpt as gpt_file
@@ -113,7 +114,7 @@ def test_a_shorter_sequence_is_a_prefix():
 
 
 def test_a_sequence_longer_than_the_context_is_rejected():
-    with pytest.raises(ValueError, match=r"17 tokens .* model\.seq_length = 16"):
+    with pytest.raises(UserError, match=r"17 tokens .* model\.seq_length = 16"):
         build()(torch.zeros(1, 17, dtype=torch.long))
 
 

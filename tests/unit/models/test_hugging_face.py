@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from mst_scale.config import ModelConfig
+from mst_scale.errors import UserError
 from mst_scale.hugging_face.names import entries, from_hugging_face, hugging_face_config
 from mst_scale.models import GPT
 from tests.support.twins import GPT2, randomised, x
@@ -61,5 +62,5 @@ def test_names_of_the_hub_are_understood():
 )
 def test_a_mismatch_is_named(changes: dict, message: str):
     state = randomised(theirs(SMALL)).state_dict()
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(UserError, match=message):
         from_hugging_face(state, dataclasses.replace(SMALL, **changes))

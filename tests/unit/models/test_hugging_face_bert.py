@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from mst_scale.config import ModelConfig
+from mst_scale.errors import UserError
 from mst_scale.hugging_face.names import entries, from_hugging_face, hugging_face_config
 from mst_scale.models import BERT
 from tests.support.twins import MASKED, randomised, x
@@ -77,5 +78,5 @@ def test_names_of_the_published_checkpoint_are_understood():
 )
 def test_a_mismatch_is_named(changes: dict, message: str):
     state = randomised(theirs(SMALL)).state_dict()
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(UserError, match=message):
         from_hugging_face(state, dataclasses.replace(SMALL, **changes))

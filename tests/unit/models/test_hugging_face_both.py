@@ -8,6 +8,7 @@ import torch
 from safetensors.torch import load_file
 
 from mst_scale.config import ModelConfig
+from mst_scale.errors import UserError
 from mst_scale.hugging_face.export import export
 from tests.support.saved_model import save
 from tests.support.twins import GPT2, MASKED, Twins, randomised, x
@@ -58,5 +59,5 @@ def test_padding_rows_get_at_most_the_average_probability(twins: Twins):
 @both
 def test_an_untied_head_is_not_dropped(twins: Twins):
     state = randomised(twins.theirs(dataclasses.replace(twins.small, tied_head=False))).state_dict()
-    with pytest.raises(ValueError, match=r"set model\.tied_head = false"):
+    with pytest.raises(UserError, match=r"set model\.tied_head = false"):
         twins.names.from_hugging_face(state, twins.small)

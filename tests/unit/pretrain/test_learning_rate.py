@@ -2,6 +2,7 @@ import pytest
 
 from mst_scale.config import TrainingConfig, load
 from mst_scale.config.check import check
+from mst_scale.errors import UserError
 from mst_scale.pretrain.learning_rate import MASKED, learning_rate, rate_ratio, set_groups
 
 PAPER = TrainingConfig()
@@ -119,5 +120,5 @@ def test_where_masked_matrices_cannot_be_apart(key, changes, message):
     if key == "sparse_rate" and message == "set that too":
         check(load({**base, **changes}))
         return
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(UserError, match=message):
         check(load({**base, **changes}))

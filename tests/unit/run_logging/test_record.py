@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from mst_scale.config.blocks import BaselineConfig
+from mst_scale.errors import UserError
 from mst_scale.heap import restart_peak_memory
 from mst_scale.run_logging import record as module
 from mst_scale.run_logging.record import Record, compare_with_baseline
@@ -108,7 +109,7 @@ def test_a_loss_that_is_not_finite_is_not_compared():
 
 
 def test_a_baseline_has_flops_and_a_loss():
-    with pytest.raises(ValueError, match=r"training\.baseline\.flops must be above 0"):
+    with pytest.raises(UserError, match=r"training\.baseline\.flops must be above 0"):
         BaselineConfig("dense-short", val_loss=1.8)
 
 

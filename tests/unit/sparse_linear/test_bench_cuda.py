@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from mst_scale.benchmarks import linear, linear_cuda
+from mst_scale.errors import UserError
 from mst_scale.sparse_linear import crossovers
 from tests.support import triton_interpreter
 
@@ -41,7 +42,7 @@ def test_without_a_device_every_row_says_so(capsys):
     assert all(row["speedup"] is None and row["why"] == "not measured: no CUDA device" for row in rows)
     assert linear_cuda.main(["--markdown"]) == 0
     assert capsys.readouterr().out.count("| not measured: no CUDA device |") == len(rows)
-    with pytest.raises(ValueError, match="needs a CUDA device"):
+    with pytest.raises(UserError, match="needs a CUDA device"):
         linear_cuda.main(["--tune"])
 
 

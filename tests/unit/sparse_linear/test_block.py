@@ -10,6 +10,7 @@ import torch
 
 triton = pytest.importorskip("triton")
 
+from mst_scale.errors import UserError  # noqa: E402
 from mst_scale.sparse_linear import block, dispatch  # noqa: E402
 from tests.support import triton_interpreter  # noqa: E402
 from tests.support.block_cases import TOLERANCE, errors, mask_of  # noqa: E402
@@ -81,9 +82,9 @@ def test_what_is_not_finite_goes_where_active_weights_lead_it(interpreted: list[
 def test_a_mask_of_single_weights_is_refused():
     active = mask_of(64, 64, 16, "some")
     active[3, 5] ^= True
-    with pytest.raises(ValueError, match="16 × 16"):
+    with pytest.raises(UserError, match="16 × 16"):
         block.BlockIndex(active, 16)
-    with pytest.raises(ValueError, match="32 × 32"):
+    with pytest.raises(UserError, match="32 × 32"):
         block.BlockIndex(mask_of(70, 100, 16, "some"), 32)
 
 

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from mst_scale.errors import UserError
 from mst_scale.models.cross_entropy import cross_entropy
 from mst_scale.sparse_linear import cpu, head, kernel
 from mst_scale.sparse_linear.definition import definition
@@ -116,9 +117,9 @@ def test_edges():
     assert loss.isnan() and dx[0].isnan().any() and dx[1:].isfinite().all() and not dw[active].isfinite().any()
     assert index.cross_entropy(x, weight, torch.full_like(targets, -1)).isnan(), "as the mean of nothing"
     for wrong, message in ((targets[:-1], "need 70 targets, not 69"), (targets.clamp(min=130), "must be below 130")):
-        with pytest.raises(ValueError, match=message):
+        with pytest.raises(UserError, match=message):
             index.cross_entropy(x, weight, wrong)
-    with pytest.raises(ValueError, match="a target is -100"):
+    with pytest.raises(UserError, match="a target is -100"):
         index.cross_entropy(x, weight, targets.clone().index_fill_(0, torch.tensor([3]), -100))
 
 

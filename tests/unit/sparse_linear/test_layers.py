@@ -123,7 +123,7 @@ def test_transformers_conv1d_multiplies_with_what_its_mask_keeps(backend, again)
     )
     assert torch.equal(model(x), expected)  # its own product, while no mask is set
     assert found.products["weight"].across and not found.left_dense
-    with pytest.raises(ValueError, match="this mask is"):
+    with pytest.raises(UserError, match="this mask is"):
         found.set_mask("weight", active.T, backend)
     found.set_mask("weight", active, backend)
     for dense in (False, True):
@@ -149,21 +149,21 @@ def test_what_is_no_linear_layer_stays_dense_and_is_named(caplog):
 def test_wrong_shapes_dtypes_and_the_mask_of_another_layer_are_refused():
     model = nn.Linear(8, 6)
     found = sparse(model, ["weight"])
-    with pytest.raises(ValueError, match="this mask is"):
+    with pytest.raises(UserError, match="this mask is"):
         found.set_mask("weight", torch.ones(8, 6, dtype=torch.bool), "cpu")
-    with pytest.raises(ValueError, match="the last dimension must be 8"):
+    with pytest.raises(UserError, match="the last dimension must be 8"):
         model(torch.randn(3, 7))
-    with pytest.raises(ValueError, match="float64"):
+    with pytest.raises(UserError, match="float64"):
         model(torch.randn(3, 8).double())
-    with pytest.raises(ValueError, match=r"the mask .*\(6, 8\)"):
+    with pytest.raises(UserError, match=r"the mask .*\(6, 8\)"):
         found.products["weight"](torch.randn(3, 8), torch.randn(5, 8))
     x, weight = torch.randn(3, 8), torch.randn(6, 8)
     for bias in (torch.randn(5), torch.randn(6).double(), torch.randn(6, device="meta")):
-        with pytest.raises(ValueError, match=r"the bias is .* must be \(6,\)"):
+        with pytest.raises(UserError, match=r"the bias is .* must be \(6,\)"):
             found.products["weight"](x, weight, bias)
     targets = torch.zeros(3, dtype=torch.int64)
     for wrong in ((torch.randn(3, 7), weight), (x.double(), weight), (x.to("meta"), weight), (x, torch.randn(5, 8))):
-        with pytest.raises(ValueError, match=r"dtypes and devices|the mask belongs to"):
+        with pytest.raises(UserError, match=r"dtypes and devices|the mask belongs to"):
             found.products["weight"].loss(*wrong, targets)
 
 
@@ -172,7 +172,7 @@ def test_wrong_shapes_dtypes_and_the_mask_of_another_layer_are_refused():
     [("block", "topology.granularity"), ("gpu", "auto, dense, cpu, block")],
 )
 def test_a_backend_that_cannot_run_is_refused(backend, why):
-    with pytest.raises(ValueError, match=why):
+    with pytest.raises(UserError, match=why):
         layers(nn.Linear(8, 8), ["weight"], backend)
 
 

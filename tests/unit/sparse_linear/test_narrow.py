@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from mst_scale.errors import UserError
 from mst_scale.sparse_linear.definition import definition
 from mst_scale.sparse_linear.narrow import NarrowIndex, chain
 
@@ -52,7 +53,7 @@ def test_growth_can_ask_for_the_dense_gradient():
 def test_a_mask_of_single_weights_is_refused():
     active = torch.ones(4, 4, dtype=torch.bool)
     active[1, 2] = False
-    with pytest.raises(ValueError, match="whole rows and columns"):
+    with pytest.raises(UserError, match="whole rows and columns"):
         NarrowIndex(active)
 
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 from deepspeed.checkpoint.affine import AffinePiece, ParamAffineMap, contiguous_split_map, sub_param_map
 
+from mst_scale.errors import UserError
 from mst_scale.shard import Cut, Shard
 from mst_scale.zero_shards.logical import cut_from_pieces, cut_of, named_parameters
 
@@ -39,9 +40,9 @@ def test_pieces_are_rows_and_columns(told: ParamAffineMap, shape: tuple[int, ...
 
 def test_what_is_not_rows_and_columns_is_refused():
     swapped = [AffinePiece((2, 4), 4, (4, 1), 0, (4, 1), [0]), AffinePiece((1, 4), 0, (4, 1), 8, (4, 1), [0])]
-    with pytest.raises(ValueError, match="is not rows × columns: masks cannot follow"):
+    with pytest.raises(UserError, match="is not rows × columns: masks cannot follow"):
         cut_from_pieces((6, 4), swapped)
-    with pytest.raises(ValueError, match="scaled"):
+    with pytest.raises(UserError, match="scaled"):
         cut_from_pieces((6, 4), [AffinePiece((2, 4), 0, (4, 1), 0, (4, 1), [0], scale=0.5)])
 
 
@@ -49,14 +50,14 @@ def test_a_layer_that_does_not_say_how_it_cuts_is_refused():
     parameter = torch.nn.Parameter(torch.zeros(3, 4))
     assert cut_of(parameter) == Cut.whole((3, 4))
     parameter.tensor_model_parallel = True
-    with pytest.raises(ValueError, match="its layer does not describe how"):
+    with pytest.raises(UserError, match="its layer does not describe how"):
         cut_of(parameter)
     told = {"unsupported_reason": "it interleaves blocks", "original_shape": (6, 4), "replicated": False}
     parameter.ds_autotp_universal_checkpoint_meta = {"conversion": told}
-    with pytest.raises(ValueError, match="it interleaves blocks: masks cannot follow"):
+    with pytest.raises(UserError, match="it interleaves blocks: masks cannot follow"):
         cut_of(parameter)
     told["unsupported_reason"] = None
-    with pytest.raises(ValueError, match="does not describe how"):
+    with pytest.raises(UserError, match="does not describe how"):
         cut_of(parameter)
 
 
