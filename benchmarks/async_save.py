@@ -27,7 +27,7 @@ from mst_scale.comm.parser import at_least
 
 from .local_ranks import run_on
 from .machine import machine
-from .page import Row, aside, command_line, grid, parse, tell, with_range
+from .page import Row, aside, command_line, grid, parse, show, with_range
 from .timing import longest, middle_half, seconds_of
 from .training import MASKED_MODEL, build_engine, take_step
 
@@ -133,4 +133,4 @@ def main(arguments: Sequence[str]) -> int:
     options = parse(parser, arguments)
     with aside():
         rows = run(options.ranks, options.stages, options.rounds, options.threads)
-    return tell(options, rows, table(rows), machine(options.threads))
+    return show(options, rows, table(rows), machine(options.threads))

@@ -32,7 +32,7 @@ from mst_scale.hybrid_sparse_attention.dispatch import choose
 
 from . import memory
 from .machine import machine
-from .page import Row, command_line, grid, parse, tell, unmeasured, with_range
+from .page import Row, command_line, grid, parse, show, unmeasured, with_range
 from .timing import Run, for_seconds, versus
 
 Compute = Callable[..., torch.Tensor]
@@ -330,4 +330,4 @@ def main(arguments: Sequence[str]) -> int:
     about = machine()
     rows = run(options.device, options.seconds, options.quick)
     about["load after"] = [round(x, 2) for x in os.getloadavg()]
-    return tell(options, rows, table(rows), about)
+    return show(options, rows, table(rows), about)

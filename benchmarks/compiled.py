@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from .ahead import KIB, TARGETS, Built, Target, build
-from .page import Row, command_line, grid, parse, tell, unmeasured
+from .page import Row, command_line, grid, parse, show, unmeasured
 
 DIMS, SIDES = (64, 128), (16, 32, 64, 128)
 WINDOW, RESIDUES, BLOCK, LAST = range(4)
@@ -209,4 +209,4 @@ def main(arguments: Sequence[str]) -> int:
     options = parse(parser, arguments)
     found = rows(cases(options.kernels, [names[name] for name in options.targets]))
     about = {"triton": version("triton"), "torch": torch.__version__, "python": platform.python_version()}
-    return tell(options, found, table(found), about)
+    return show(options, found, table(found), about)

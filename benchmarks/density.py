@@ -43,7 +43,7 @@ from mst_scale.errors import UserError
 
 from . import memory
 from .machine import machine
-from .page import Row, aside, command_line, grid, parse, tell, with_range
+from .page import Row, aside, command_line, grid, parse, show, with_range
 from .timing import seconds_of, versus
 from .training import take_step
 
@@ -312,4 +312,4 @@ def main(arguments: Sequence[str]) -> int:
         "model": f"GPT-2 small's widths, {options.layers} layers", "dtype": options.dtype,
         "tokens per rank": options.tokens, "sparsity": "96 %",
     }  # fmt: skip
-    return tell(options, rows, table(rows), machine(), setting)
+    return show(options, rows, table(rows), machine(), setting)

@@ -48,7 +48,7 @@ from mst_scale.mixed_growing import packed_bits
 from mst_scale.models import shapes_of
 
 from .machine import machine
-from .page import Row, aside, command_line, grid, parse, tell, unmeasured, with_range
+from .page import Row, aside, command_line, grid, parse, show, unmeasured, with_range
 from .timing import versus
 
 PROMPT = 32  # tokens
@@ -359,10 +359,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     about = machine()
     if options.memory:
         rows = memory_rows(options)
-        return tell(options, rows, memory_table(rows), about)
+        return show(options, rows, memory_table(rows), about)
     with aside():  # transformers imports DeepSpeed
         rows = [row for size in options.model for dtype in options.dtype for row in rows_of(size, dtype, options)]
-    return tell(options, rows, table(rows), about)
+    return show(options, rows, table(rows), about)
 
 
 if __name__ == "__main__":

@@ -55,7 +55,7 @@ from mst_scale.comm.parser import at_least
 from .goodput_parts import segment
 from .goodput_parts.segment import FAULTS, SIDES, Setting
 from .machine import machine
-from .page import Row, command_line, grid, parse, picture, tell, with_range
+from .page import Row, command_line, grid, parse, picture, show, with_range
 from .training import write_random_walk
 
 if TYPE_CHECKING:
@@ -326,4 +326,4 @@ def main(arguments: Sequence[str]) -> int:
     if options.plot is not None:
         alt = "Seconds lost per fault with plain DeepSpeed and with mst_scale"
         text += "\n\n" + picture(plot_of(rows), options.plot.with_suffix(""), alt)
-    return tell(options, rows, text, {**machine(threads=1), **setting_of(setting), "ranks": segment.RANKS})
+    return show(options, rows, text, {**machine(threads=1), **setting_of(setting), "ranks": segment.RANKS})

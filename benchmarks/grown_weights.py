@@ -24,7 +24,7 @@ import torch
 from mst_scale.comm.parser import at_least
 
 from .machine import machine
-from .page import LOSSES, Row, aside, command_line, grid, parse, tell
+from .page import LOSSES, Row, aside, command_line, grid, parse, show
 
 INTERVAL, WARM, RATE = 40, 100, 3e-3
 
@@ -118,4 +118,4 @@ def main(arguments: Sequence[str]) -> int:
     options = parse(parser, arguments)
     with aside():
         rows = run(options.data, options.steps)
-    return tell(options, rows, table(rows), {**machine(), "dtype": "float32"})
+    return show(options, rows, table(rows), {**machine(), "dtype": "float32"})

@@ -34,7 +34,7 @@ from mst_scale.sparse_linear.measuring import USUAL, Layer, crossover
 
 from . import linear_cuda
 from .machine import machine
-from .page import Row, command_line, grid, parse, tell, with_range
+from .page import Row, command_line, grid, parse, show, with_range
 from .timing import Run, cpu_seconds_of, for_seconds, seconds_of, versus
 
 DENSE, MKL, EXPANDED = "dense, F.linear", "torch.sparse (MKL)", "values, expanded"
@@ -204,11 +204,11 @@ def main(arguments: Sequence[str]) -> int:
     options = parse(parser, arguments)
     if options.threads is not None:
         torch.set_num_threads(options.threads)
-    if (reason := cpu.why_not_compiled()) is not None:
+    if (reason := cpu.not_compiled_reason()) is not None:
         raise UserError(f"the compiled kernel cannot be had: {reason}")
     if options.tune:
         tune(options.dtype, options.seconds)
         return 0
     about = machine()
     rows = run(options.dtype, options.seconds, options.quick)
-    return tell(options, rows, table(rows), about)
+    return show(options, rows, table(rows), about)

@@ -28,7 +28,7 @@ import torch
 from mst_scale.comm.parser import at_least
 from mst_scale.errors import UserError
 
-from .page import NO_DEVICE, Row, command_line, grid, parse, tell, unmeasured
+from .page import NO_DEVICE, Row, command_line, grid, parse, show, unmeasured
 from .timing import Run, in_rounds
 
 SIDES = (16, 32, 64, 128)
@@ -238,4 +238,4 @@ def main(arguments: Sequence[str]) -> int:
         tune(options.blocks, options.widths, options.rounds)
         return 0
     about, rows = machine(), run(options.blocks, options.widths, options.rounds)
-    return tell(options, rows, table(rows), about)
+    return show(options, rows, table(rows), about)

@@ -25,7 +25,7 @@ import torch
 from mst_scale.comm.parser import at_least
 
 from .machine import machine
-from .page import Row, aside, command_line, grid, parse, tell, with_range
+from .page import Row, aside, command_line, grid, parse, show, with_range
 from .timing import Run, in_rounds, middle_half
 from .training import MASKED_MODEL, config, take_step
 
@@ -100,4 +100,4 @@ def main(arguments: Sequence[str]) -> int:
     torch.set_num_threads(options.threads)
     with aside():
         rows = run(options.rounds)
-    return tell(options, rows, table(rows), machine(options.threads))
+    return show(options, rows, table(rows), machine(options.threads))

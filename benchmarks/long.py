@@ -28,7 +28,7 @@ from mst_scale.models.gpt import Block
 
 from . import memory
 from .machine import machine
-from .page import Row, command_line, grid, parse, tell, tell_unmeasured, unmeasured, with_range
+from .page import Row, command_line, grid, parse, show, show_unmeasured, unmeasured, with_range
 from .timing import Run, for_seconds, versus
 
 HEADS, WIDTH, STRIDE = 12, 768, 128
@@ -123,7 +123,7 @@ def main(arguments: Sequence[str]) -> int:
     cases = [(dtype, length) for dtype in options.dtypes for length in options.lengths]
     cases = [(dtype, length) for dtype, length in cases if not (options.quick and length > 8192)]
     if options.device == "cuda" and not torch.cuda.is_available():
-        return tell_unmeasured(options, [{"dtype": d, "length": n, **unmeasured(FLASH)} for d, n in cases], about)
+        return show_unmeasured(options, [{"dtype": d, "length": n, **unmeasured(FLASH)} for d, n in cases], about)
     rows = [compare(dtype, length, options.device, options.seconds, pattern) for dtype, length in cases]
     about["load after"] = [round(x, 2) for x in os.getloadavg()]
-    return tell(options, rows, table(rows), about)
+    return show(options, rows, table(rows), about)

@@ -37,7 +37,7 @@ def parse(parser: Parser, arguments: Sequence[str] | None) -> argparse.Namespace
     return options
 
 
-def tell(options: argparse.Namespace, rows: Sequence[Row], table: str, about: Row, setting: Row | None = None) -> int:
+def show(options: argparse.Namespace, rows: Sequence[Row], table: str, about: Row, setting: Row | None = None) -> int:
     """Print in the form that `options` asks for, and return the exit code.
 
     `about` describes the machine, `setting` what else the page states.
@@ -63,12 +63,12 @@ def unmeasured(baseline: str | None, why: str = NO_DEVICE) -> Row:
 LOSSES = unmeasured(None, "losses are compared, not times")
 
 
-def tell_unmeasured(options: argparse.Namespace, rows: Sequence[Row], about: Row) -> int:
+def show_unmeasured(options: argparse.Namespace, rows: Sequence[Row], about: Row) -> int:
     """Print rows without times: what each would have been about, and why there is nothing."""
     without = unmeasured("")
     lines = [f"{', '.join(f'{key} {row[key]}' for key in row if key not in without)}: {row['why']}" for row in rows]
     options.markdown = False
-    return tell(options, rows, "\n".join(lines), about)
+    return show(options, rows, "\n".join(lines), about)
 
 
 def with_range(row: Row, who: str, form: str = ",", unit: float | None = None) -> str:

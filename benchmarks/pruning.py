@@ -30,7 +30,7 @@ from mst_scale.config.presets import ready_configs
 from mst_scale.errors import UserError
 
 from .machine import machine
-from .page import LOSSES, Row, aside, command_line, grid, parse, tell
+from .page import LOSSES, Row, aside, command_line, grid, parse, show
 
 WAYS = ("magnitude", "wanda", "sparsegpt")
 SPARSITIES = (0.3, 0.5, 0.7, 0.8, 0.9)
@@ -187,4 +187,4 @@ def main(arguments: Sequence[str]) -> int:
     options = parse(parser, arguments)
     with aside():
         rows = measure(options.data, options.runs, options.seeds, options.steps)
-    return tell(options, rows, table(rows), {**machine(), "dtype": "float32"})
+    return show(options, rows, table(rows), {**machine(), "dtype": "float32"})

@@ -29,7 +29,7 @@ from typing import Any
 from mst_scale.errors import UserError
 
 from .machine import machine
-from .page import LOSSES, Row, aside, command_line, grid, parse, tell
+from .page import LOSSES, Row, aside, command_line, grid, parse, show
 
 CONFIG = "demo"
 # A GPT of 0.4 M weights in its layers; every run has the same sparsity: min_blocks = 0, and blocks tile every matrix.
@@ -184,4 +184,4 @@ def main(arguments: Sequence[str]) -> int:
     setting = {"dtype": "float32", "processes": 1, "seeds": len(options.seeds)}
     setting[f"tokens per run of {rows[0]['variant']}"] = f"{rows[0]['tokens']:,}"
     shown = table(rows) + (f"\n\n{settings_of(options, variants)}" if options.markdown else "")
-    return tell(options, rows, shown, machine(), setting)
+    return show(options, rows, shown, machine(), setting)

@@ -31,7 +31,7 @@ from mst_scale.data.tokenizer import byte_characters
 from mst_scale.errors import UserError
 
 from .machine import machine
-from .page import Row, command_line, grid, parse, tell, unmeasured
+from .page import Row, command_line, grid, parse, show, unmeasured
 from .timing import middle_half
 
 TOKENS = 50256  # and one for the end of a text: GPT-2's 50,257
@@ -181,4 +181,4 @@ def main(arguments: Sequence[str]) -> int:
     rows = rows_of(options.out)
     setting = {"model": "GPT-2 small, 124 M parameters", "dtype": "float32", "ZeRO stage": 1,
                "tokens per step": options.ranks * options.length}  # fmt: skip
-    return tell(options, rows, table(rows), machine(1), setting)
+    return show(options, rows, table(rows), machine(1), setting)

@@ -26,7 +26,7 @@ from mst_scale.errors import UserError
 
 from . import step
 from .machine import machine
-from .page import Row, command_line, grid, parse, tell, with_range
+from .page import Row, command_line, grid, parse, show, with_range
 
 KINDS = ("weak", "strong")
 SIDES = {"ours": "MST", "baseline": "dense"}
@@ -194,4 +194,4 @@ def main(arguments: Sequence[str]) -> int:
         rows = measure(options)
     if options.plot:
         plot(rows, Path(options.plot))
-    return tell(options, rows, table(rows), about, setting_of(rows))
+    return show(options, rows, table(rows), about, setting_of(rows))

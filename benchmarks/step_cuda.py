@@ -29,7 +29,7 @@ import torch
 from mst_scale.comm.parser import at_least
 
 from .machine import machine
-from .page import Row, aside, command_line, grid, parse, tell, unmeasured, with_range
+from .page import Row, aside, command_line, grid, parse, show, unmeasured, with_range
 from .timing import in_rounds, middle_half, seconds_of, versus
 
 MICRO_BATCHES = 10  # per round
@@ -346,4 +346,4 @@ def main(arguments: Sequence[str]) -> int:
     option("--rounds", type=at_least(2), default=6, metavar="N", help="rounds of several steps (default: 6)")
     options = parse(parser, arguments)
     rows, about = run(options.shapes, options.variants, options.micro_batches, options.rounds), machine()
-    return tell(options, rows, table(rows), about)
+    return show(options, rows, table(rows), about)

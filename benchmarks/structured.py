@@ -18,7 +18,7 @@ from mst_scale.comm.parser import at_least
 from mst_scale.methods import METHODS
 
 from .machine import machine
-from .page import Row, command_line, grid, parse, tell, tell_unmeasured, unmeasured, with_range
+from .page import Row, command_line, grid, parse, show, show_unmeasured, unmeasured, with_range
 from .timing import Run, for_seconds, versus
 
 NAMES = ("monarch", "pixelfly")
@@ -87,6 +87,6 @@ def main(arguments: Sequence[str]) -> int:
     if options.device == "cuda" and not torch.cuda.is_available():
         cases = [(dtype, f"{i}→{o}") for dtype in options.dtype for o, i in shapes]
         rows = [{"dtype": dtype, "layer": layer, **unmeasured(DENSE)} for dtype, layer in cases]
-        return tell_unmeasured(options, rows, machine())
+        return show_unmeasured(options, rows, machine())
     rows = measure(shapes, options.dtype, options.device, options.seconds)
-    return tell(options, rows, table(rows), machine())
+    return show(options, rows, table(rows), machine())

@@ -35,7 +35,7 @@ from mst_scale.comm.parser import at_least
 
 from .local_ranks import run_on
 from .machine import machine
-from .page import Row, command_line, grid, parse, tell, with_range
+from .page import Row, command_line, grid, parse, show, with_range
 from .timing import Run, ends, in_rounds, longest, seconds_of, versus
 from .topology_ways import SHAPES, State, kthvalue, naive, ours
 
@@ -213,4 +213,4 @@ def main(arguments: Sequence[str]) -> int:
     options = parse(parser, arguments)
     about = machine(options.threads)
     rows = run(options.ranks, options.shapes, options.rounds, options.threads)
-    return tell(options, rows, table(rows), about)
+    return show(options, rows, table(rows), about)

@@ -32,7 +32,7 @@ from mst_scale.comm.parser import at_least
 
 from .local_ranks import run_on
 from .machine import machine
-from .page import Row, aside, command_line, grid, parse, tell, with_range
+from .page import Row, aside, command_line, grid, parse, show, with_range
 from .timing import in_rounds, middle_half, seconds_of, versus
 
 ASKED = {"loop": 0.02, "masking": 0.02, "topology": 0.01, "drift": 0.001}
@@ -207,4 +207,4 @@ def main(arguments: Sequence[str]) -> int:
     )
     options = parse(parser, arguments)
     about, rows = run_on(options.ranks, here, options)
-    return tell(options, rows, table(rows), about)
+    return show(options, rows, table(rows), about)

@@ -29,7 +29,7 @@ from mst_scale.comm.parser import at_least
 
 from .local_ranks import run_on
 from .machine import machine
-from .page import Row, aside, command_line, grid, parse, tell, with_range
+from .page import Row, aside, command_line, grid, parse, show, with_range
 from .timing import longest, middle_half
 from .training import MASKED_MODEL, build_engine, take_step
 
@@ -115,4 +115,4 @@ def main(arguments: Sequence[str]) -> int:
     options = parse(parser, arguments)
     with aside():
         rows = run(options)
-    return tell(options, rows, table(rows), machine(options.threads))
+    return show(options, rows, table(rows), machine(options.threads))

@@ -119,7 +119,7 @@ def block_case(where: Where, dtype: torch.dtype, shape: tuple[int, int], side: i
     """Compare a block kernel with its definition."""
     from ..linear_cuda import block_mask
 
-    if (reason := linear_dispatch.why_not("block", where.device, dtype, shape, side)) is not None:
+    if (reason := linear_dispatch.unsupported_reason("block", where.device, dtype, shape, side)) is not None:
         return {"said": f"not here: {reason}"}
     os.environ[tile_choice.VARIABLE] = str(tile)
     active = block_mask(*shape, side, 0.9, "cpu")

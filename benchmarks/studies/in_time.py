@@ -43,7 +43,7 @@ from mst_scale.plan.step_time import phases, step_seconds
 
 from ..local_ranks import run_on
 from ..machine import machine
-from ..page import aside, command_line, grid, parse, tell
+from ..page import aside, command_line, grid, parse, show
 from ..step_sides import Side, engine_of
 from ..timing import in_rounds, middle_half
 from . import records
@@ -259,7 +259,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     plan = read_plan(options.study)
     rows = rows_of(plan, found["steps"][0])
     setting = {"study": options.study, "rounds": options.rounds, "dtype": DTYPES[precision_of(plan.config)]}
-    return tell(options, rows, table(rows, found["steps"], expected(plan)), found["machine"], setting)
+    return show(options, rows, table(rows, found["steps"], expected(plan)), found["machine"], setting)
 
 
 if __name__ == "__main__":

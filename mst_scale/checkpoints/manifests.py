@@ -54,8 +54,8 @@ def find_mismatch(checkpoint: Path, here: dict[str, Any]) -> str | None:
     if same_files and same_cut and (saved["ranks"] == here["ranks"] or here["stage"] == 0):
         return None
     return (
-        f"{checkpoint} was saved by {saved['ranks']} ranks{_cut_in_words(saved)} at ZeRO stage {saved['stage']}, "
-        f"but this run has {here['ranks']}{_cut_in_words(here)} at stage {here['stage']}"
+        f"{checkpoint} was saved by {saved['ranks']} ranks{_describe_cut(saved)} at ZeRO stage {saved['stage']}, "
+        f"but this run has {here['ranks']}{_describe_cut(here)} at stage {here['stage']}"
     )
 
 
@@ -134,7 +134,7 @@ def _digest_of(content: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
-def _cut_in_words(layout: dict[str, Any]) -> str:
+def _describe_cut(layout: dict[str, Any]) -> str:
     cut = ParallelDims(**{key: layout[key] for key in WHOLE_KEYS})
     return f" ({cut.describe()})" if cut.model > 1 else ""
 

@@ -72,13 +72,13 @@ def run(args: argparse.Namespace) -> int:
 
     before = iter([args.prompt])  # what is printed before the first piece, when all arguments were found to be right
 
-    def say(text: str) -> None:
+    def report(text: str) -> None:
         print(next(before, "") + text, end="", flush=True)
 
     done = generate(
         args.model,
         args.prompt,
-        stream=say if args.stream else None,
+        stream=report if args.stream else None,
         **values_of(args, "tokens", "temperature", "top_p", "seed", "dtype", "tokenizer", "config"),
     )
     if args.json:

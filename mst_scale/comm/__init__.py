@@ -27,9 +27,9 @@ from mst_scale.comm.exits import (
     is_out_of_memory,
     is_plain,
     leave,
+    notify_launcher,
     one_line,
     run_program,
-    tell_launcher,
     thread_failed,
 )
 from mst_scale.comm.groups import new_group

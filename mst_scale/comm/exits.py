@@ -96,7 +96,7 @@ def end(error: BaseException, on_all_ranks: bool = False) -> NoReturn:
             the process group exists.
     """
     if variable := {2: "MST_REFUSED", 3: "MST_DIVERGED", 4: "MST_CORRUPTED"}.get(exit_code(error)):
-        tell_launcher(variable)
+        notify_launcher(variable)
         if isinstance(error, CorruptedError) and error.decided and launched_rank() == 0:  # all ranks have this error
             report_failed(*error.ranks)
     elif not isinstance(error, FailedElsewhere):
@@ -132,7 +132,7 @@ def run_program(main: Callable[[], int | None]) -> NoReturn:
     raise SystemExit(code)
 
 
-def tell_launcher(variable: str) -> None:
+def notify_launcher(variable: str) -> None:
     """Create the file that an environment variable names, which tells the launcher more than the exit code.
 
     A run that was asked to stop exits with 0, like a finished one (MST_STOPPED), and srun may report the code of a task

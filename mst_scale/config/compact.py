@@ -28,15 +28,15 @@ LEAST_SPARSITY = 0.5
 LARGE = 10_000_000  # weights of a model, from which compact storage is proposed where it is off
 
 
-def why_not_compact(experiment: Experiment) -> str | None:
+def not_compact_reason(experiment: Experiment) -> str | None:
     """Return what in the config keeps the layers dense in the steps that an engine trains; None if nothing does."""
     config = experiment.deepspeed
     offload: dict[str, Any] = config.get("zero_optimization", {}).get("offload_param") or {}
     offloaded = offload.get("device", "none") not in ("none", None)
-    return why_layout_not_compact(sizes_of(config), offloaded) or why_method_not_compact(experiment)
+    return layout_not_compact_reason(sizes_of(config), offloaded) or method_not_compact_reason(experiment)
 
 
-def why_method_not_compact(experiment: Experiment) -> str | None:
+def method_not_compact_reason(experiment: Experiment) -> str | None:
     """Return the reason that does not depend on how the model is shared, or None."""
     mst, config = experiment.mst, experiment.deepspeed
     topology, sparsities = mst.topology, experiment.sparsities
@@ -58,7 +58,7 @@ def why_method_not_compact(experiment: Experiment) -> str | None:
     return next((reason for reason, applies in cases.items() if applies), None)
 
 
-def why_layout_not_compact(sizes: ParallelDims, offloaded_parameters: bool) -> str | None:
+def layout_not_compact_reason(sizes: ParallelDims, offloaded_parameters: bool) -> str | None:
     """Return the reason in how the model is shared and where its parameters lie, or None."""
     if sizes.tensor > 1:
         return "layers are split over ranks"
@@ -83,7 +83,7 @@ class Stretch:
         return self.first <= step < self.last and settled >= self.first
 
 
-def stretches(experiment: Experiment, why: Callable[[Experiment], str | None] = why_not_compact) -> list[Stretch]:
+def stretches(experiment: Experiment, why: Callable[[Experiment], str | None] = not_compact_reason) -> list[Stretch]:
     """Return the stretches of a run that are trained compact, in order; [] if storage does not change in the run.
 
     Runs of one sparsity, which are compact from their first step to their last, have none.
@@ -115,5 +115,5 @@ def could_be_compact(experiment: Experiment) -> bool:
         return False
     asked = replace(experiment, mst=replace(mst, compute=replace(mst.compute, compact="auto")))
     if len(asked.sparsities) == 1:
-        return asked.model.arch == "gpt" and why_not_compact(asked) is None
+        return asked.model.arch == "gpt" and not_compact_reason(asked) is None
     return bool(stretches(asked))

@@ -103,7 +103,7 @@ def leave(fine: bool, group: Ranks | None) -> NoReturn:
     elif comm.launched_rank() != 0:
         time.sleep(LINGER)
     if not fine and comm.launched_rank() == 0:
-        comm.tell_launcher("MST_UNFIT")
+        comm.notify_launcher("MST_UNFIT")
     comm.leave(0 if fine else 1)
 
 

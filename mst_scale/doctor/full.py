@@ -113,7 +113,7 @@ def check_attention(backend: str, where: str) -> Finding:
 def check_compiled_linear() -> Finding:
     """Compare the compiled kernels for single weights, with and without the loss."""
     name, began = "linear, compiled", time.monotonic()
-    if (reason := cpu.why_not_compiled()) is not None:
+    if (reason := cpu.not_compiled_reason()) is not None:
         return _unavailable(name, reason, "cpu", "sparse layers are computed as dense ones, much slower")
     active = single_weights()
     index = cpu.CompiledIndex(active)
@@ -124,7 +124,7 @@ def check_compiled_linear() -> Finding:
 def check_blocks(where: str) -> Finding:
     """Compare the kernels for blocks of weights."""
     name, began = "linear, blocks", time.monotonic()
-    reasons = {dtype: linear_dispatch.why_not("block", where, dtype, (96, 160), SIDE) for dtype in DTYPES}
+    reasons = {dtype: linear_dispatch.unsupported_reason("block", where, dtype, (96, 160), SIDE) for dtype in DTYPES}
     able = [dtype for dtype, reason in reasons.items() if reason is None]
     if not able:
         return _unavailable(name, reasons[FLOAT32] or "", where, "blocks are multiplied by dense products")
@@ -138,7 +138,7 @@ def check_blocks(where: str) -> Finding:
 def check_two_of_four(where: str) -> Finding:
     """Compare the 2:4 product."""
     name, began = "linear, 2:4", time.monotonic()
-    if (reason := semi_structured.why_not(where, BFLOAT16, (64, 128))) is not None:
+    if (reason := semi_structured.unsupported_reason(where, BFLOAT16, (64, 128))) is not None:
         return skip(name, f"not here: {reason}")
     active = torch.tensor([True, True, False, False]).repeat(64, 32)
     error = linear_error(_TwoOfFour(), active, BFLOAT16, BLOCK_BOUNDS[BFLOAT16], where, masked=True)

@@ -17,7 +17,7 @@ class AttentionPattern(Component):
         self.engine, self.schedule, self.backend, self.own_loop = engine, schedule, backend, own_loop
         self.layers = 0
         """Attention layers that follow the pattern …"""
-        self.why_dense: str | None = None
+        self.dense_reason: str | None = None
         """… and why others do not."""
 
     @property
@@ -34,12 +34,12 @@ class AttentionPattern(Component):
     def level(self) -> int:
         """Level of the first log line: a warning if attention could use the pattern but does not."""
         able = any(hasattr(module, "set_attn_implementation") for module in self.engine.module.modules())
-        return WARNING if self.why_dense and able else INFO
+        return WARNING if self.dense_reason and able else INFO
 
     def begin(self) -> None:
         self._follow()
         if self.pattern.kind != "dense":
-            self.why_dense = attach(self.engine.module, self.pattern, self.backend)
+            self.dense_reason = attach(self.engine.module, self.pattern, self.backend)
             self._follow()
         if self.own_loop:  # `pretrain` has said so before
             self._warn_of_ineffective_stride()
@@ -54,10 +54,10 @@ class AttentionPattern(Component):
         if self.pattern.kind == "dense":
             return ""
         if not self.layers:
-            return f"attention stays dense: {self.why_dense}"
+            return f"attention stays dense: {self.dense_reason}"
         turns = [start for start, pattern in self.schedule.pieces if pattern.kind == "dense"]
         until = f" until step {turns[0]}" if turns else ""
-        partly = f" (not all of it: {self.why_dense})" if self.why_dense else ""
+        partly = f" (not all of it: {self.dense_reason})" if self.dense_reason else ""
         layers = f"{self.layers} layer{'s' * (self.layers != 1)}"
         return f"attention of {layers} follows {self.pattern}{until}{partly}"
 

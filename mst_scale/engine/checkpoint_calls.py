@@ -37,7 +37,7 @@ _swept: set[Path] = set()  # by any engine of this program: another one's save m
 
 def save_in_background(engine: Any) -> BackgroundSaves | None:
     """Change `engine.save_checkpoint`; return the background saves, or None if this engine's saves must block."""
-    if (why := zero_shards.why_blocking(engine)) is not None:
+    if (why := zero_shards.blocking_reason(engine)) is not None:
         logger.info("engine.save_checkpoint waits until a checkpoint is written: %s", why)
         return None
     saves = BackgroundSaves(_all_ranks("saves"))

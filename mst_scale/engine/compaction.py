@@ -22,7 +22,7 @@ from mst_scale.comm import Mesh, ParallelDims, logger
 from mst_scale.comm.exchange import Exchange, Stages
 from mst_scale.comm.ranks import select_device
 from mst_scale.config import Experiment
-from mst_scale.config.compact import why_not_compact
+from mst_scale.config.compact import not_compact_reason
 from mst_scale.config.deepspeed import precision_of
 from mst_scale.engine.compact_linear import compact_embedding, compact_linear
 from mst_scale.engine.initial_masks import GivenMasks, check_ties, depends_on_weights
@@ -63,10 +63,10 @@ def make_compact(
     if experiment.mst.compute.compact == "off" or experiment.mst.stays_dense:
         return parameters
     stages = stages_of(model)
-    reason = _why_dense_here(optimizer, model, others) or why_not_compact(experiment)
+    reason = _stays_dense_reason(optimizer, model, others) or not_compact_reason(experiment)
     if reason is None:
         targets = choose_targets(model, experiment.mst.targets, frozen=experiment.mst.masks is not None)
-        why = next((why for name, p in targets.items() if (why := _why_layer_stays(model, name, p))), None)
+        why = next((why for name, p in targets.items() if (why := _layer_stays_dense_reason(model, name, p))), None)
         reason = next((of_stage for of_stage in stages.all(why) if of_stage is not None), None)
     if reason is not None and experiment.trains is not None:
         return parameters  # of a run whose storage changes: it has said when
@@ -87,7 +87,7 @@ def make_compact(
     return _replaced(parameters, made)
 
 
-def _why_dense_here(optimizer: Any, model: nn.Module, others: dict[str, Any]) -> str | None:
+def _stays_dense_reason(optimizer: Any, model: nn.Module, others: dict[str, Any]) -> str | None:
     """Return which of the arguments keeps a run dense; None if none does."""
     mpu = others.get("mpu")
     mesh = mpu.sizes if isinstance(mpu, Mesh) else ParallelDims()
@@ -101,7 +101,7 @@ def _why_dense_here(optimizer: Any, model: nn.Module, others: dict[str, Any]) ->
     return next((reason for reason, applies in cases.items() if applies), None)
 
 
-def _why_layer_stays(model: nn.Module, name: str, parameter: nn.Parameter) -> str | None:
+def _layer_stays_dense_reason(model: nn.Module, name: str, parameter: nn.Parameter) -> str | None:
     """Return why a parameter cannot be compact (something reads it as a matrix), or None."""
     if not parameter.requires_grad:
         return f"{name} is not trained"

@@ -167,7 +167,7 @@ class CompactLayers:
             parameter = topology.store.parameters[i]
             shape = (index.outputs, index.inputs)
             if backend not in ("auto", "dense"):
-                reason = dispatch.why_not(backend, parameter.device.type, parameter.dtype, shape, self.block)
+                reason = dispatch.unsupported_reason(backend, parameter.device.type, parameter.dtype, shape, self.block)
                 if reason is not None:
                     raise UserError(f"mst.compute.backend {backend!r} cannot run here: {reason}")
             index.on(topology.engine.device)  # otherwise torch.compile would compile a graph for each device

@@ -104,7 +104,7 @@ def generate(
         decoder = load_decoder(weights, None if dtype is None else TYPES[dtype])
         del weights  # the file that the matrices were read from
         vocabulary = min(decoder.config.vocab_size, text.vocab_size)
-        decoded, say = Decoded(text, ids), stream or (lambda _: None)
+        decoded, emit = Decoded(text, ids), stream or (lambda _: None)
         began = time.perf_counter()
         times: list[float] = []
         finish = "length"
@@ -113,12 +113,12 @@ def generate(
             if token == text.end_of_text:
                 finish = "end of text"
                 break
-            say(decoded.add(token))
+            emit(decoded.add(token))
         else:
             if len(times) < tokens:
                 finish = "context"
                 logger.warning("the text ends after %d tokens: the model's context of %d is full", len(times), context)
-    say(decoded.rest())
+    emit(decoded.rest())
     return Generated(
         model=str(model),
         step=step,

@@ -14,7 +14,7 @@ from mst_scale.config.presets import shipped_folder
 from mst_scale.errors import Damaged, UserError
 from mst_scale.launch import local
 from mst_scale.launch.environment import default_processes, gpus, set_default
-from mst_scale.launch.supervisor import say
+from mst_scale.launch.supervisor import print_message
 from mst_scale.pretrain.outcome import folder_of
 
 CONFIG = "ds_configs/demo.json"
@@ -39,7 +39,7 @@ def show(run: Path) -> None:
     try:
         texts = {str(run): two_lines(run), "dense baseline": two_lines(shipped_folder("ds_configs") / BASELINE)}
     except (UserError, Damaged, OSError) as error:  # the run itself has succeeded
-        say(f"no text is shown: {error}")
+        print_message(f"no text is shown: {error}")
         return
     width = max(map(len, texts))
     print(f"\ntext that the models generate after {PROMPT.strip()!r} (more: mst generate {run} --prompt TEXT):")

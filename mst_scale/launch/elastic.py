@@ -19,7 +19,7 @@ from mst_scale.config.parallel import sizes_of
 from mst_scale.errors import UserError
 from mst_scale.launch.command_line import read_run
 from mst_scale.launch.restarts import CORRUPTED, healthy_seconds
-from mst_scale.launch.supervisor import Reports, Supervisor, say
+from mst_scale.launch.supervisor import Reports, Supervisor, print_message
 from mst_scale.pretrain.elastic import batch_of, can_train, check_elastic
 
 FLAG = "--elastic"  # of mst_scale.pretrain too
@@ -111,7 +111,7 @@ class Places:
         names = self.names()
         left = [name for name in names if name not in self.left_out]
         if self.left_out and self.allowed.largest(len(left)) is None:
-            say(f"without {self.kind} {', '.join(self.left_out)} there are too few: all are tried again")
+            print_message(f"without {self.kind} {', '.join(self.left_out)} there are too few: all are tried again")
             self.left_out.clear()
             left = names
         self._wanted = self._read(self._wanted)
@@ -141,7 +141,7 @@ class Places:
             self._say_once(f"the number of ranks does not change: {error}")
             return False
         if number != used:
-            say(f"the number of ranks changes from {used} to {number}: the run saves and continues")
+            print_message(f"the number of ranks changes from {used} to {number}: the run saves and continues")
             self.changing = True
         return self.changing
 
@@ -156,7 +156,7 @@ class Places:
         place = used[ranks[0]] if len(set(ranks)) == 1 and ranks[0] < len(used) else None
         if soon and place is not None and place == self._suspect:
             self.left_out.append(place)
-            say(f"{self.kind} {place} has failed {TWICE} times in a row: the run continues without it")
+            print_message(f"{self.kind} {place} has failed {TWICE} times in a row: the run continues without it")
             place = None
         self._suspect = place
 
@@ -184,7 +184,7 @@ class Places:
     def _say_once(self, message: str) -> None:
         if message != self._said:
             self._said = message
-            say(message)
+            print_message(message)
 
 
 def elastic_places(

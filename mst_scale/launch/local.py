@@ -51,7 +51,7 @@ from mst_scale.launch.environment import (
 )
 from mst_scale.launch.node import ranks_of_node
 from mst_scale.launch.restarts import RESTARTS, keep_running
-from mst_scale.launch.supervisor import Supervisor, ask_ranks, say
+from mst_scale.launch.supervisor import Supervisor, ask_ranks, print_message
 
 
 def main(words: list[str]) -> int:
@@ -144,7 +144,7 @@ def _start(supervisor: Supervisor, command: Callable[[], list[str]], leave: Call
     try:
         words = command()
     except OSError as error:  # no port is free now
-        say(str(error))
+        print_message(str(error))
         return 1
     # a Ctrl-C must not reach DeepSpeed's launcher, which would end its ranks after 30 s
     return supervisor.run(words, own_session=True, leave=leave)

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from mst_scale.checkpoints.finding import list_tags
 from mst_scale.launch.command_line import seconds_in
-from mst_scale.launch.supervisor import Supervisor, say
+from mst_scale.launch.supervisor import Supervisor, print_message
 from mst_scale.pretrain.outcome import ELSEWHERE, folder_of, outcome
 
 RESTARTS = 3  # by default
@@ -53,10 +53,10 @@ def keep_running(
         os.environ.update(MST_RESTART=str(attempt), MST_START=f"{os.getpid()}-{secrets.token_hex(4)}")
         code = start()
         if code == 0 and outcome(code, out) != "done":
-            say("the ranks have ended, but run.json does not say that the run is finished")
+            print_message("the ranks have ended, but run.json does not say that the run is finished")
             code = 1
         elif code == 3 and outcome(code, out) == "stop":
-            say("the run diverged at the same step as before, so it is not restarted")
+            print_message("the run diverged at the same step as before, so it is not restarted")
             return code
         if code in NOT_RESTARTED or supervisor.asked_to_stop():
             return code
@@ -64,12 +64,14 @@ def keep_running(
             attempt = 0
         if attempt >= restarts:
             again = f" again, after {restarts} restart{'s' * (restarts != 1)}" if restarts else ""
-            say(f"the run ended with {describe_code(code)}{again}")
+            print_message(f"the run ended with {describe_code(code)}{again}")
             return code
         seconds = min(pause * 2**attempt, LONGEST_PAUSE)
         attempt += 1
         where = _restart_from(code, out)
-        say(f"the run ended with {describe_code(code)}; restarting {where} in {seconds:g} s ({attempt} of {restarts})")
+        print_message(
+            f"the run ended with {describe_code(code)}; restarting {where} in {seconds:g} s ({attempt} of {restarts})"
+        )
         supervisor.pause(seconds)
         if supervisor.asked_to_stop():
             return code

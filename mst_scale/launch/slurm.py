@@ -48,7 +48,7 @@ from mst_scale.launch.command_line import check_batch, check_run, quoted, read_o
 from mst_scale.launch.elastic import FLAG, allowed
 from mst_scale.launch.environment import ROOT, SCRIPTS
 from mst_scale.launch.restarts import RESTARTS
-from mst_scale.launch.supervisor import say
+from mst_scale.launch.supervisor import print_message
 from mst_scale.sparsity_variation import PHASES, Schedule
 
 
@@ -81,7 +81,9 @@ def main(words: list[str]) -> int:
         found = allowed(options.elastic, read_run(config, arguments)[0], options.ranks_per_node)
         shares = [Share((), found.numbers[-1], least_nodes=found.numbers[0])]
         if found.numbers[-1] < found.most:
-            say(f"the job asks for at most {found.numbers[-1]} nodes, because more cannot share the global batch")
+            print_message(
+                f"the job asks for at most {found.numbers[-1]} nodes, because more cannot share the global batch"
+            )
     elif options.nodes_by_phase is not None:
         shares = shares_of(options.nodes_by_phase, config, arguments)
     if options.elastic is None:

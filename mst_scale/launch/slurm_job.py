@@ -24,7 +24,7 @@ from mst_scale.launch.command_line import quoted, read_run
 from mst_scale.launch.elastic import FLAG, Allowed, allowed
 from mst_scale.launch.environment import SCRIPTS, load_cluster_settings, shown_variables
 from mst_scale.launch.restarts import keep_running
-from mst_scale.launch.supervisor import NOT_BEGUN, Reports, Supervisor, output_of, say, send, spawn, unblock
+from mst_scale.launch.supervisor import NOT_BEGUN, Reports, Supervisor, output_of, print_message, send, spawn, unblock
 
 PORT_OF_DOCTOR = 15  # in addition to those of up to 15 starts of a job
 ELASTIC = "MST_ELASTIC"  # the variable with MIN:MAX
@@ -137,7 +137,9 @@ class Job:
         """Queue the job again as one that has failed once more, which its comment keeps."""
         counted = f"{self._comment} mst_failures={self.failures + 1}".strip()
         if error := _error_of("scontrol", "update", f"JobId={self.number}", f"Comment={counted}"):
-            say(f"the job is not queued again, because its failures cannot be counted ({error}): submit it once more")
+            print_message(
+                f"the job is not queued again, because its failures cannot be counted ({error}): submit it once more"
+            )
             return code or 1
         return self.requeue(scratch, code)
 
@@ -148,7 +150,7 @@ class Job:
             If Slurm does not queue it again, the exit code of the job, which is not 0: nothing continues the run.
         """
         if error := _error_of("scontrol", "requeue", self.number):
-            say(f"Slurm does not queue the job again ({error}): submit it once more, which continues its run")
+            print_message(f"Slurm does not queue the job again ({error}): submit it once more, which continues its run")
             return code or 1
         scratch.cleanup()
         sys.stdout.flush()
@@ -194,13 +196,13 @@ class ElasticSteps:
             nodes = _answering(nodes)
         number = self.numbers.largest(len(nodes))
         if number is None:
-            say(f"{len(nodes)} nodes are left, but {FLAG} needs at least {self.numbers.numbers[0]}")
+            print_message(f"{len(nodes)} nodes are left, but {FLAG} needs at least {self.numbers.numbers[0]}")
             return None
         said = f"the run uses {number} of {len(nodes)} nodes"
         if number < len(nodes):
             said += ", because more cannot share the global batch"
         if said != self._said:
-            say(said)
+            print_message(said)
             self._said = said
         return dataclasses.replace(self.step, nodes=number, names=tuple(nodes[:number]))
 
@@ -231,7 +233,7 @@ def main(words: list[str]) -> int:
     *doctor, _ = _steps(step, config, arguments)
     code = job.run(step, doctor[0], PORT_OF_DOCTOR) if doctor else 0
     if doctor and "unfit" in job.reports and not supervisor.asked_to_stop():
-        say(f"mst doctor found problems, so this job ends before its run starts ({job.node_list})")
+        print_message(f"mst doctor found problems, so this job ends before its run starts ({job.node_list})")
         return 1
     if supervisor.asked_to_stop():
         code = code or NOT_BEGUN
@@ -246,16 +248,16 @@ def _end(
     """Queue the job again if its run is to continue, or return the exit code of the job."""
     supervisor, saved = job.supervisor, "stopped" in job.reports
     if supervisor.asked_to_stop() and supervisor.stopping != signal.SIGUSR1:  # this process itself was asked to stop
-        say("the job was asked to stop for good; the same command continues its run")
+        print_message("the job was asked to stop for good; the same command continues its run")
         pauses = any(word.partition("=")[0] == "--stop-at" for word in arguments)
         if pauses and saved:  # jobs that begin after this one must not
             return code or 128 + signal.SIGTERM
     elif saved and code not in (2, 3):
-        say("the job was asked to stop; its run continues in the next job")
+        print_message("the job was asked to stop; its run continues in the next job")
         return job.requeue(scratch, code)
     elif code not in (0, 2, 3) and job.failures < requeues:
         why = "was asked to stop before it had saved" if supervisor.stopping else "failed"
-        say(f"the run {why} on these nodes ({job.node_list}); it is queued again")
+        print_message(f"the run {why} on these nodes ({job.node_list}); it is queued again")
         return job.requeue_failed(scratch, code)
     return code
 

@@ -114,7 +114,7 @@ class Supervisor:
             try:
                 child = spawn(command, environment, own_session, ignored)
             except OSError as error:
-                say(f"{command[0]} cannot be started: {error.strerror}")
+                print_message(f"{command[0]} cannot be started: {error.strerror}")
                 return 127 if isinstance(error, FileNotFoundError) else 126
             self._children[child.pid] = child
         return 0
@@ -252,7 +252,7 @@ class Reports:
             return []
 
 
-def say(message: str) -> None:
+def print_message(message: str) -> None:
     """Print a line for the user; a full disk or a closed terminal does not matter."""
     with contextlib.suppress(OSError):
         print(f"mst_scale: {message}", file=sys.stderr, flush=True)

@@ -30,7 +30,7 @@ from typing import Any
 from mst_scale.errors import UserError
 from mst_scale.launch.command_line import read_options, read_request
 from mst_scale.launch.elastic import FLAG
-from mst_scale.launch.supervisor import Supervisor, forward, say
+from mst_scale.launch.supervisor import Supervisor, forward, print_message
 from mst_scale.run_logging import run_file
 from mst_scale.run_logging.metrics import last_rows
 from mst_scale.run_logging.run_file import FINISHED
@@ -77,7 +77,7 @@ def main(words: list[str]) -> int:
     failures = _train(runs, [*start, *options.with_option])
     _print_table(out, methods, seeds)
     if failures:
-        say(f"{failures} runs failed: the same command tries them again")
+        print_message(f"{failures} runs failed: the same command tries them again")
     return int(failures > 0)
 
 

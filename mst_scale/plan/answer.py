@@ -8,7 +8,7 @@ from operator import attrgetter
 from typing import Any
 
 from mst_scale.config import RATE_DURATIONS, Experiment
-from mst_scale.config.compact import could_be_compact, why_layout_not_compact, why_method_not_compact
+from mst_scale.config.compact import could_be_compact, layout_not_compact_reason, method_not_compact_reason
 from mst_scale.config.deepspeed import BATCH_KEYS, largest_micro
 from mst_scale.config.parallel import KEYS, describe_conflict, sizes_of
 from mst_scale.errors import UserError
@@ -108,14 +108,14 @@ class Plan:
     def storage(self) -> dict[str, Any]:
         """The phases whose sparse layers store only active weights, or the reason why all of them are dense."""
         s, found = self.setting, [phase.name for phase in self.phases if phase.compact]
-        why = why_layout_not_compact(s.sizes, s.offload_parameters) or why_method_not_compact(self.experiment)
+        why = layout_not_compact_reason(s.sizes, s.offload_parameters) or method_not_compact_reason(self.experiment)
         return {"compact_phases": found, "why_dense": None if found else why}
 
     @property
     def could_be_compact(self) -> bool:
         """Whether "auto" as `mst.compute.compact`, which is off, would store only active weights in some phases."""
         s = self.setting
-        return could_be_compact(self.experiment) and why_layout_not_compact(s.sizes, s.offload_parameters) is None
+        return could_be_compact(self.experiment) and layout_not_compact_reason(s.sizes, s.offload_parameters) is None
 
     @property
     def sparsest(self) -> Phase:

@@ -14,8 +14,8 @@ from functools import cache
 from typing import Any
 
 from mst_scale.config import Experiment
+from mst_scale.config.compact import method_not_compact_reason
 from mst_scale.config.compact import stretches as compact_stretches
-from mst_scale.config.compact import why_method_not_compact
 from mst_scale.config.deepspeed import BATCH_KEYS
 from mst_scale.config.parallel import sizes_of
 from mst_scale.errors import UserError
@@ -133,7 +133,7 @@ def _trains(experiment: Experiment, inside: Sequence[Stretch]) -> tuple[int, int
     """Return the steps of the compact engine that trains a phase, or those of a dense one; None: all have one."""
     if len(experiment.sparsities) == 1:
         return None
-    for one in compact_stretches(experiment, why_method_not_compact):
+    for one in compact_stretches(experiment, method_not_compact_reason):
         if one.holds(inside[0].start, inside[-1].stop):
             return one.first, one.last
     return 0, experiment.training.steps

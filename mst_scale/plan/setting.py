@@ -22,7 +22,7 @@ from typing import Any
 
 from mst_scale.comm import ParallelDims
 from mst_scale.config import Experiment, ModelConfig, TargetsConfig
-from mst_scale.config.compact import stretches, why_layout_not_compact, why_method_not_compact
+from mst_scale.config.compact import layout_not_compact_reason, method_not_compact_reason, stretches
 from mst_scale.config.deepspeed import batch_shape, precision_of
 from mst_scale.config.parallel import sizes_of
 from mst_scale.errors import UserError
@@ -92,7 +92,7 @@ class Setting:
     @property
     def compacted(self) -> Compact | None:
         """Which parameters store their active weights alone in this layout; None if none do."""
-        return self.compact if why_layout_not_compact(self.sizes, self.offload_parameters) is None else None
+        return self.compact if layout_not_compact_reason(self.sizes, self.offload_parameters) is None else None
 
     @property
     def dense(self) -> Setting:
@@ -189,7 +189,7 @@ def setting_of(experiment: Experiment, ranks: int) -> Setting:
 
 def compact_of(experiment: Experiment) -> Compact | None:
     """Return what an engine stores as active weights alone, if the layout allows it too; None if nothing."""
-    if why_method_not_compact(experiment) is not None:
+    if method_not_compact_reason(experiment) is not None:
         return None
     t, (sparsity,) = experiment.mst.targets, experiment.sparsities
     return Compact(tuple(t.include), tuple(t.exclude), t.lm_head, sparsity, experiment.mst.sparsity.distribution)
@@ -202,7 +202,7 @@ def stretch_settings(experiment: Experiment, s: Setting) -> Callable[[int, int],
     """
     found = [
         (one, replace(s, compact=compact_of(replace(experiment, trains=(one.first, one.last)))))
-        for one in stretches(experiment, why_method_not_compact)
+        for one in stretches(experiment, method_not_compact_reason)
     ]
 
     def of(start: int, stop: int) -> Setting:

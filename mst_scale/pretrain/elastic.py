@@ -134,7 +134,7 @@ def _wait_for_end() -> NoReturn:
     raise SystemExit(0)
 
 
-def tell_waiting_ranks() -> None:
+def notify_waiting_ranks() -> None:
     """Let the ranks that wait under torchrun end. Call it on every rank, when the run has finished."""
     import torch.distributed as dist
 

@@ -64,7 +64,7 @@ def train(args: argparse.Namespace, experiment: Experiment, out: Path, ranks: Ra
         starting = Starting()
         prepared = start(handover=left.handover, begins=starting.begins)
         left = _train_with_one_engine(args, prepared, starting, stop, left=left)
-    elastic.tell_waiting_ranks()
+    elastic.notify_waiting_ranks()
     ranks.leave()
 
 
@@ -93,7 +93,9 @@ def _train_with_one_engine(
             run.record.leave_out_first_step(run.step, run.tokens)
         elif run.ranks.first:
             extension = describe_extension(run.out, run.experiment)
-            run.record.say(f"{run.out} is finished ({first:,} steps); `mst report {run.out}` shows it{extension}")
+            run.record.print_message(
+                f"{run.out} is finished ({first:,} steps); `mst report {run.out}` shows it{extension}"
+            )
         run.to_the_end()
     except DivergedError as error:
         run.end_diverged(error)
@@ -118,5 +120,5 @@ def _train_with_one_engine(
             corpora=corpora,
             eval_sequences=run.training.eval_sequences,
         )
-        run.record.say(run.record.summary(run.step, time.monotonic() - begun, first, compare))
+        run.record.print_message(run.record.summary(run.step, time.monotonic() - begun, first, compare))
     return None

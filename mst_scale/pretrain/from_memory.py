@@ -50,7 +50,7 @@ def restore(out: Path, resume_from: str, ranks: Ranks) -> dict[str, Any] | None:
         logger.info("copies in memory are not used: they belong to an earlier run in %s, which was removed", out)
         return None
     verified = ranks.on_first(lambda: run_file.verified(out / "run.json"))
-    reasons = ranks.on_first(lambda: _why_not(out, held.copies, verified))
+    reasons = ranks.on_first(lambda: _unusable_reasons(out, held.copies, verified))
     on_disk = _newest_on_disk(checkpoints, held.copies, verified, ranks)
     for copy in sorted(held.copies, reverse=True):
         if copy.step <= on_disk:
@@ -85,7 +85,7 @@ def _by_copy(held: Iterable[tuple[str, list[tuple[Copy, int]]]]) -> dict[Copy, d
     return copies
 
 
-def _why_not(out: Path, copies: dict[Copy, dict[int, list[str]]], verified: int | None) -> dict[Copy, str]:
+def _unusable_reasons(out: Path, copies: dict[Copy, dict[int, list[str]]], verified: int | None) -> dict[Copy, str]:
     """Return the copies from which the run cannot continue, and why.
 
     Args:

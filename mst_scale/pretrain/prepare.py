@@ -222,7 +222,7 @@ def _end_if_passed(
     if file is not None:
         file.ended(PAUSED, reached)
     logger.info("the run is already at step %d, so --stop-at %d trains nothing", reached, stop_at)
-    elastic.tell_waiting_ranks()
+    elastic.notify_waiting_ranks()
     ranks.leave()
     raise SystemExit(0)
 

@@ -222,7 +222,7 @@ def _background_saves(engine: Any, ranks: Ranks, training: TrainingConfig) -> Ba
     """Return what saves while training continues; None if saves are to block."""
     if not training.async_save:
         return None
-    if (why := zero_shards.why_blocking(engine)) is not None:
+    if (why := zero_shards.blocking_reason(engine)) is not None:
         logger.info("training waits for each checkpoint to be written: %s", why)
         if training.memory_every:
             logger.warning("training.memory_every has no effect: copies in memory need saves that do not block")

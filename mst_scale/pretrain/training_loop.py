@@ -259,8 +259,8 @@ class Run:
         """End this start, which was asked to stop and whose last step is saved."""
         self.record_end(STOPPED)
         if self.ranks.first:
-            comm.tell_launcher("MST_STOPPED")
-        self.record.say(f"asked to stop: step {self.step} is saved; run the same command again to continue")
+            comm.notify_launcher("MST_STOPPED")
+        self.record.print_message(f"asked to stop: step {self.step} is saved; run the same command again to continue")
         elastic.end_after_save(lambda: self.stop is None or self.stop.asked)
 
     def _name_straggler(self) -> None:
@@ -283,8 +283,8 @@ class Run:
     def pause(self) -> NoReturn:
         """End this start, whose last step is saved."""
         self.record_end(PAUSED)
-        self.record.say(f"step {self.step} is saved, and the run stops here (--stop-at {self.stop_at})")
-        elastic.tell_waiting_ranks()
+        self.record.print_message(f"step {self.step} is saved, and the run stops here (--stop-at {self.stop_at})")
+        elastic.notify_waiting_ranks()
         self.ranks.leave()
         raise SystemExit(0)
 
@@ -304,7 +304,7 @@ class Run:
         state = {**self._state(), "step": self.step}
         handover = storage.hand_over(self.engine, self.saves.folder, self.ranks, state, about)
         self.record_end(STORAGE)
-        self.record.say(f"step {self.step}: the storage of weights changes, and another engine continues")
+        self.record.print_message(f"step {self.step}: the storage of weights changes, and another engine continues")
         return handover
 
     def save_first(self, wait: bool) -> None:
@@ -322,7 +322,9 @@ class Run:
         threshold = self.spikes.threshold()
         if verdict.nonfinite or not self.spikes.begins(verdict.loss):
             return None
-        self.record.say(f"step {verdict.step}: the loss is {verdict.loss:.4f}, a spike (above {threshold:.4f})")
+        self.record.print_message(
+            f"step {verdict.step}: the loss is {verdict.loss:.4f}, a spike (above {threshold:.4f})"
+        )
         self.record_event("spike", step=verdict.step, loss=verdict.loss, bound=threshold)
         return verdict.step if rolls and self.rollbacks < spike.max_rollbacks else None
 
@@ -340,7 +342,7 @@ class Run:
         if tag is None:
             if self.nonfinite:
                 self._raise_if_nonfinite()
-            self.record.say(f"there is no checkpoint before step {bad} to roll back to: the run continues")
+            self.record.print_message(f"there is no checkpoint before step {bad} to roll back to: the run continues")
             for verdict in later:
                 self._find_step_to_undo(verdict)
             return False
@@ -362,7 +364,7 @@ class Run:
         self.record_event("rolled back", from_step=here, to_step=self.step, skipped=left_out)
         self.record.rewind(self.step, self.tokens)
         self.observer.rewind(self.step)
-        self.record.say(f"rolled back to step {self.step}; skipped: batch {', '.join(map(str, left_out))}")
+        self.record.print_message(f"rolled back to step {self.step}; skipped: batch {', '.join(map(str, left_out))}")
         return True
 
     def _stores_alike(self, checkpoint: Path) -> bool:

@@ -115,7 +115,7 @@ class ProgressLine:
         """Estimate the time left from the steps after this one; the first step compiles and allocates."""
         self._first_step, self._start = step, time.monotonic()
 
-    def say(self, message: str) -> None:
+    def print_message(self, message: str) -> None:
         """Print a separate line, without breaking the progress line."""
         self.close()
         self._put(message + "\n")

@@ -129,9 +129,9 @@ class Record:
             self._metrics = self._metrics.rewound(step)
         self.restart(step, tokens)
 
-    def say(self, message: str) -> None:
+    def print_message(self, message: str) -> None:
         """Print a line without breaking the progress line."""
-        self.line.say(message)
+        self.line.print_message(message)
 
     def close(self) -> None:
         """Remove the progress line from a terminal."""

@@ -214,7 +214,7 @@ def _multiprocessors(device: torch.device) -> int:
 
 
 # ------------------------------------------------------------------------------------------------ index and launches
-def why_not(device: str, dtype: torch.dtype, block: int) -> str | None:
+def unsupported_reason(device: str, dtype: torch.dtype, block: int) -> str | None:
     """Return why these kernels cannot run, or None if they can."""
     if block not in SIDES:
         return f"its kernels support blocks of {', '.join(map(str, SIDES))}, not of {block} (topology.granularity)"

@@ -11,16 +11,16 @@ import torch
 from torch import Tensor
 
 from mst_scale.sparse_linear import derivatives, head
-from mst_scale.sparse_linear.kernel import DTYPES, CompiledProducts, why_not_compiled
+from mst_scale.sparse_linear.kernel import DTYPES, CompiledProducts, not_compiled_reason
 
 
-def why_not(device: str, dtype: torch.dtype) -> str | None:
+def unsupported_reason(device: str, dtype: torch.dtype) -> str | None:
     """Return why single weights cannot be multiplied on this device in this dtype, or None if they can."""
     if device != "cpu":
         return f"it runs on CPU tensors, not {device}"
     if dtype not in DTYPES:
         return f"it does not support {dtype}"
-    return why_not_compiled()
+    return not_compiled_reason()
 
 
 class CompiledIndex:

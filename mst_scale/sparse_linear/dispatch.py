@@ -58,7 +58,7 @@ def choose(  # noqa: PLR0917
 ) -> tuple[str, str]:
     """Return what `auto` chooses, and the reason."""
     sparse = "cpu" if device == "cpu" else "block"
-    if sparse == "block" and (reason := why_not(sparse, device, dtype, shape, block)) is not None:
+    if sparse == "block" and (reason := unsupported_reason(sparse, device, dtype, shape, block)) is not None:
         return "dense", f"no {sparse}: {reason}"
     if math.prod(shape) < SMALLEST:
         return "dense", f"fewer than {SMALLEST} weights"
@@ -68,7 +68,7 @@ def choose(  # noqa: PLR0917
         return "dense", f"no crossover of {sparse} is measured for {dtype}"
     if sparsity < least:
         return "dense", f"{sparse} is faster from {least:.0%} sparsity on"
-    if (reason := why_not(sparse, device, dtype, shape, block)) is not None:
+    if (reason := unsupported_reason(sparse, device, dtype, shape, block)) is not None:
         return "dense", f"no {sparse}: {reason}"
     return sparse, f"measured to be faster from {least:.0%} sparsity on"
 
@@ -98,7 +98,7 @@ def crossovers_of(
     if device != "cpu" or not measuring.is_wanted():
         return found
     for dtype in sorted({dtype for dtype, _ in highest}):
-        if why_not("cpu", device, getattr(torch, dtype), (), block) is not None:
+        if unsupported_reason("cpu", device, getattr(torch, dtype), (), block) is not None:
             continue
         shapes = sorted(s for (of, s), sparsity in highest.items() if of == dtype and sparsity >= measuring.GRID[0])
         if shapes:
@@ -114,14 +114,14 @@ def _in_tables(kernel: str, dtype: str, shape: tuple[int, ...], block: int, anyw
     return crossover(kernel, dtype, shape, threads=threads, block=block, anywhere=anywhere)
 
 
-def why_not(backend: str, device: str, dtype: torch.dtype, shape: tuple[int, ...], block: int) -> str | None:
+def unsupported_reason(backend: str, device: str, dtype: torch.dtype, shape: tuple[int, ...], block: int) -> str | None:
     """Return why a backend cannot run, or None if it can."""
     if backend not in BACKENDS:
         return f"there is no such backend; choose one of {', '.join(BACKENDS)}"
     if backend == "cpu":
         from mst_scale.sparse_linear import cpu
 
-        return cpu.why_not(device, dtype)
+        return cpu.unsupported_reason(device, dtype)
     if backend == "block":
         if block == 1:
             return "it needs masks made of blocks, and these are made of single weights (topology.granularity)"
@@ -131,7 +131,7 @@ def why_not(backend: str, device: str, dtype: torch.dtype, shape: tuple[int, ...
             from mst_scale.sparse_linear import block as block_kernels
         except ImportError as error:
             return f"triton cannot be imported ({error})"
-        return block_kernels.why_not(device, dtype, block)
+        return block_kernels.unsupported_reason(device, dtype, block)
     return None
 
 

@@ -65,7 +65,7 @@ def declare(loaded: ctypes.CDLL) -> None:
     loaded.sl_panels.argtypes, loaded.sl_panels.restype = [ctypes.c_int64], ctypes.c_int64
 
 
-def why_not_compiled() -> str | None:
+def not_compiled_reason() -> str | None:
     """Return why there is no compiled kernel, or None if there is one (it is compiled now if it never was)."""
     loaded = library()
     return loaded if isinstance(loaded, str) else None

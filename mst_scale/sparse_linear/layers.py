@@ -160,7 +160,9 @@ class SparseLayers:
                 continue
             product = self.products[name] = Product(name, tuple(shapes[name]), *across)
             if self.backend not in ("auto", "dense", "narrow"):
-                reason = dispatch.why_not(backend, parameter.device.type, parameter.dtype, product.shape, block)
+                reason = dispatch.unsupported_reason(
+                    backend, parameter.device.type, parameter.dtype, product.shape, block
+                )
                 if reason is not None:
                     raise UserError(f"mst.compute.backend {backend!r} cannot run here: {reason}")
             changed = vars(model).setdefault(_CHANGED, [])

@@ -15,7 +15,9 @@ import torch.nn.functional as F
 SIDES = (32, 64)  # rows and columns must be multiples of these
 
 
-def why_not(device: str, dtype: torch.dtype, shape: tuple[int, ...], *, both_ways: bool = False) -> str | None:
+def unsupported_reason(
+    device: str, dtype: torch.dtype, shape: tuple[int, ...], *, both_ways: bool = False
+) -> str | None:
     """Return why these products cannot run, or None if they can."""
     if device != "cuda":
         return f"they run on CUDA devices, not on {device}"

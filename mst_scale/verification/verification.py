@@ -63,7 +63,7 @@ class Verification:
         self._host = socket.gethostname()
         if not every:
             return
-        if (why := _why_not_recomputed(engine)) is None:
+        if (why := _not_recomputed_reason(engine)) is None:
             self.recomputation = zero_shards.Recomputation(engine, digest)
         elif ranks.first:
             logger.warning("training.verify_every does not compare a second computation of micro-batches: %s", why)
@@ -250,7 +250,7 @@ def _changed(before: Mapping[str, int], now: Mapping[str, int]) -> list[str]:
     return [name for name, value in before.items() if name in now and now[name] != value]
 
 
-def _why_not_recomputed(engine: Any) -> str | None:
+def _not_recomputed_reason(engine: Any) -> str | None:
     """Return why the same computation may give other bits here, or cannot be repeated; None if it can be compared."""
     if isinstance(engine.module, deepspeed.PipelineModule):
         return "the stages of a pipeline compute their micro-batches together"

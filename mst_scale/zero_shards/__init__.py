@@ -77,12 +77,12 @@ from mst_scale.zero_shards.put_weights import (
 )
 from mst_scale.zero_shards.recompute import Recomputation
 from mst_scale.zero_shards.saving import (
+    blocking_reason,
     carry_state,
     errors_after_saving,
     load_checkpoint,
     replace_method,
     saved_classes,
-    why_blocking,
 )
 from mst_scale.zero_shards.settings import Settings
 from mst_scale.zero_shards.start import (

@@ -109,7 +109,7 @@ def errors_after_saving(engine: Any, snapshot: Snapshot | None = None) -> Iterat
         raise errors[0]
 
 
-def why_blocking(engine: Any) -> str | None:
+def blocking_reason(engine: Any) -> str | None:
     """Return why checkpoints of this engine cannot be copied and written in the background; None if they can."""
     if not snapshot_supported:
         return "this system has no memfd_create"

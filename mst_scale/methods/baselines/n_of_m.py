@@ -106,7 +106,7 @@ class NOfMFunction(WeightFunction):
             return f"{shape[0]} × {shape[1]} weights cannot be divided into groups of {m}: use mst.targets.exclude"
         if self.of.products == "dense":
             return None
-        reason = semi_structured.why_not(device, dtype, shape, both_ways=self.both_ways)
+        reason = semi_structured.unsupported_reason(device, dtype, shape, both_ways=self.both_ways)
         return reason and f"mst.options.products = semi-structured cannot run here: {reason}"
 
     def density(self, shape: tuple[int, ...], kept: float) -> float:

@@ -74,7 +74,7 @@ def test_one_line_rewritten_on_a_terminal(monkeypatch):
     line = ProgressLine(100, 0, out)
     line.show(ROW)
     line.show({**ROW, "step": 40, "target_sparsity": 0.5})
-    line.say("saved")
+    line.print_message("saved")
     text = out.getvalue()
     assert text.count("\n") == 1 and text.count("\r") == 3
     assert "sparsity 80% of 50%" in text

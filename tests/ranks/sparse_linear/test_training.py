@@ -106,7 +106,10 @@ def test_indices_are_built_after_topology_steps_alone_and_gone_in_the_end():
 def unlike_ranks(rank, world, raw, cannot):
     """Rank 1 has no compiler: it cannot run the backend, or `auto` chooses otherwise there."""
     if rank == 1 and cannot:
-        reason, layers.dispatch.why_not = layers.dispatch.why_not, lambda *_: "there is no compiler"
+        reason, layers.dispatch.unsupported_reason = (
+            layers.dispatch.unsupported_reason,
+            lambda *_: "there is no compiler",
+        )
     elif rank == 1:
         select_for, layers.dispatch.select_for = layers.dispatch.select_for, lambda *_: "dense"
     try:
@@ -115,7 +118,7 @@ def unlike_ranks(rank, world, raw, cannot):
         return str(error)
     finally:
         if rank == 1 and cannot:
-            layers.dispatch.why_not = reason
+            layers.dispatch.unsupported_reason = reason
         elif rank == 1:
             layers.dispatch.select_for = select_for
 

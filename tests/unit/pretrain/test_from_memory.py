@@ -6,7 +6,7 @@ import json
 import pytest
 
 from mst_scale.checkpoints.memory_copies import Copy
-from mst_scale.pretrain.from_memory import _by_copy, _Held, _is_new, _newest_on_disk, _why_not
+from mst_scale.pretrain.from_memory import _by_copy, _Held, _is_new, _newest_on_disk, _unusable_reasons
 from mst_scale.run_logging.run_file import CORRUPTED, DIVERGED, STORAGE, verified
 
 OLD, NEW = Copy(4, 1, "T", "a", 2), Copy(6, 1, "T", "b", 2)
@@ -15,7 +15,7 @@ OLD, NEW = Copy(4, 1, "T", "a", 2), Copy(6, 1, "T", "b", 2)
 def reasons(tmp_path, copies, *starts, events=()):
     listed = [{"time": "T", **start} for start in starts]
     (tmp_path / "run.json").write_text(json.dumps({"starts": listed, "events": list(events)}))
-    return _why_not(tmp_path, copies, verified(tmp_path / "run.json"))
+    return _unusable_reasons(tmp_path, copies, verified(tmp_path / "run.json"))
 
 
 def test_parts_of_one_copy_come_from_any_host():

@@ -204,7 +204,7 @@ def test_without_a_compiler_layers_are_dense_and_a_request_for_the_kernel_says_w
     monkeypatch.setenv("MST_SCALE_CACHE", str(tmp_path))
     kernel.library.cache_clear()
     try:
-        assert "no C++ compiler" in cpu.why_not("cpu", torch.float32)
+        assert "no C++ compiler" in cpu.unsupported_reason("cpu", torch.float32)
         chosen, why = dispatch.choose("cpu", torch.float32, (3072, 768), 0.96, 1)
         assert chosen == "dense" and "no C++ compiler" in why
         with pytest.raises(UserError, match="no C\\+\\+ compiler"):

@@ -98,12 +98,12 @@ def test_a_mask_of_single_weights_is_refused():
     ],
 )
 def test_why_not(device: str, dtype: torch.dtype, side: int, reason: str):
-    assert reason in str(dispatch.why_not("block", device, dtype, (64, 64), side))
+    assert reason in str(dispatch.unsupported_reason("block", device, dtype, (64, 64), side))
 
 
 def test_why():
-    assert dispatch.why_not("block", "cuda", torch.bfloat16, (64, 64), 16) is None
-    assert "32-bit" in str(dispatch.why_not("block", "cuda", torch.bfloat16, (1 << 17, 1 << 14), 16))
+    assert dispatch.unsupported_reason("block", "cuda", torch.bfloat16, (64, 64), 16) is None
+    assert "32-bit" in str(dispatch.unsupported_reason("block", "cuda", torch.bfloat16, (1 << 17, 1 << 14), 16))
 
 
 @pytest.mark.gpu
