@@ -125,7 +125,7 @@ def measure(part: Part, where: Where, process: int = 0) -> int:
         book.started(part.name, case.name, process)
         try:
             row = case.run()
-        except Exception as error:  # whatever it is, it is this case's result, and the next case goes on
+        except Exception as error:  # whatever it is, it is this case's result, and the next case starts
             message = (str(error).strip() or "no message").splitlines()[0][:300]
             row = {"failed": f"{type(error).__name__}: {message}"}
             traceback.print_exc()  # into the log of this process
@@ -178,7 +178,7 @@ class Day:
             found = [pool.submit(self._to_the_end, part, number, end) for number in range(processes(part))]
             try:
                 ends = [one.result() for one in found]
-            except BaseException:  # Ctrl-C: its processes would go on
+            except BaseException:  # Ctrl-C: its processes would continue
                 self.stopped.set()
                 raise
         book = Book(self.out)

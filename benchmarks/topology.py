@@ -193,7 +193,7 @@ def table(rows: list[Row]) -> str:
     profiles = [row for row in rows if row["what"] == "topology step" and row["ranks"] == 1]
     for row in {row["shapes"]: row for row in profiles}.values():
         stages = ", ".join(f"{stage} {percent} %" for stage, percent in row["percent_of_time"].items())
-        parts.append(f"Where the time goes on one rank, {row['shapes']}: {stages}.")
+        parts.append(f"Parts of the time on one rank, {row['shapes']}: {stages}.")
     return "\n\n".join(parts)
 
 

@@ -36,7 +36,7 @@ FAULTS = {
     "newest damaged": "half of a file of the newest checkpoint is cut off, then both ranks are killed",
     "disk full": "writes of the job fail with ENOSPC for some seconds",
     "disk slow": "writes of the job are slowed down for some seconds",
-    "divergence": "a weight of one rank becomes infinite, as by a flipped bit, and the loss with it",
+    "divergence": "one rank's copy of a weight becomes infinite, as by a flipped bit, and the loss with it",
 }
 RANKS, WARM = 2, 5  # times count from the end of this step
 POLL_SECONDS = 0.01

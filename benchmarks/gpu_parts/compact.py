@@ -323,7 +323,7 @@ def _density(where: Where, parameters: str, micro_batches: int) -> Row:
 
 
 def _topology(where: Where, parameters: str) -> Row:
-    """A step that prunes and grows, beside an ordinary one, with masked and with compact weights."""
+    """A step that prunes and grows, and an ordinary one, with masked and with compact weights."""
     from .. import step_cuda
 
     row: dict[str, Row] = {}

@@ -263,7 +263,7 @@ def trained(where: Where, device: str, run: Training) -> list[dict[str, Any]]:
     if not (rows := losses_of(metrics_file)):
         environment = {**os.environ, "DS_ACCELERATOR": device, "TRITON_INTERPRET": "0", tile_choice.VARIABLE: "0"}
         if device == "cpu":
-            environment["OMP_NUM_THREADS"] = "2"  # a tiny model, beside others
+            environment["OMP_NUM_THREADS"] = "2"  # a tiny model, at the same time as others
         pretrain(folder, training_config(corpus(where.work), device, run), ["-m", "mst_scale.pretrain"], environment)
         rows = losses_of(metrics_file)
     return rows
