@@ -3,16 +3,20 @@
 This example needs peft.
 
 python examples/lora.py --steps 40
+python examples/lora.py --steps 40 --trainer       # with the Hugging Face Trainer instead of an own loop
 deepspeed --num_accelerators 2 examples/lora.py    # on 2 GPUs
 """
 
 from __future__ import annotations
 
 import argparse
+import os
+import tempfile
 
 import torch
 from peft import LoraConfig, get_peft_model
-from transformers import LlamaConfig, LlamaForCausalLM
+from torch.utils.data import Dataset
+from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
 import mst_scale
 
@@ -64,16 +68,35 @@ def loss_of(model: torch.nn.Module) -> float:
     return float(model(input_ids=tokens, labels=tokens).loss)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=100)
-    parser.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)  # DeepSpeed's launcher passes it
-    steps = parser.parse_args().steps
-    model = get_peft_model(pruned_model(), LoraConfig(r=8, target_modules="all-linear", task_type="CAUSAL_LM"))
+class Sequences(Dataset):
+    """The sequences of the first steps, for Trainer."""
+
+    def __init__(self, steps: int):
+        self.tokens = torch.cat([batch(step, stride=5) for step in range(steps)])
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def __getitem__(self, i: int) -> dict[str, torch.Tensor]:
+        return {"input_ids": self.tokens[i], "labels": self.tokens[i]}
+
+
+def train_with_trainer(model: torch.nn.Module, steps: int) -> None:
+    """Train with the Trainer, whose engine `integrate` makes sparse."""
+    mst_scale.integrate()
+    with tempfile.TemporaryDirectory() as folder:
+        args = TrainingArguments(
+            folder, deepspeed={**CONFIG, "training": {"steps": "auto"}}, max_steps=steps, learning_rate=1e-2,
+            weight_decay=0.01, per_device_train_batch_size=16, lr_scheduler_type="constant", logging_steps=20,
+            save_strategy="no", report_to="none", use_cpu=not torch.cuda.is_available(),
+        )  # fmt: skip
+        Trainer(model, args, train_dataset=Sequences(steps)).train()
+
+
+def train(model: torch.nn.Module, steps: int) -> None:
+    """Train in an own loop."""
     engine, *_ = mst_scale.initialize(model=model, config={**CONFIG, "training": {"steps": steps}})
     ranks, rank = torch.distributed.get_world_size(), torch.distributed.get_rank()
-    if rank == 0:
-        print(f"before: {zeros(model):.1%} of the base is 0, loss {loss_of(model):.3f} on the new task", flush=True)
     for step in range(steps):
         tokens = batch(ranks * step + rank, stride=5).to(engine.device)
         loss = engine(input_ids=tokens, labels=tokens).loss
@@ -81,9 +104,22 @@ def main() -> None:
         engine.step()
         if rank == 0 and (step + 1) % 20 == 0:
             print(f"step {step + 1}: loss {loss.item():.3f}, {engine.mst.sparsity:.1%} sparse", flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=100)
+    parser.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)  # DeepSpeed's launcher passes it
+    parser.add_argument("--trainer", action="store_true", help="train with the Hugging Face Trainer")
+    given = parser.parse_args()
+    model = get_peft_model(pruned_model(), LoraConfig(r=8, target_modules="all-linear", task_type="CAUSAL_LM"))
+    first = os.environ.get("RANK", "0") == "0"
+    if first:
+        print(f"before: {zeros(model):.1%} of the base is 0, loss {loss_of(model):.3f} on the new task", flush=True)
+    (train_with_trainer if given.trainer else train)(model, given.steps)
     tuned = loss_of(model)
     merged = mst_scale.merge_adapters(model)
-    if rank == 0:
+    if first:
         print(
             f"after: {zeros(merged):.1%} of the merged weights are 0, loss {loss_of(merged):.3f} (unmerged {tuned:.3f})"
         )
