@@ -69,7 +69,7 @@ from mst_scale.mixed_growing.masks import LayerMask, MaskSet
 from mst_scale.sparse_linear import SparseLayers
 from mst_scale.sparsity_variation import Point
 from mst_scale.zero_shards import compact_files
-from mst_scale.zero_shards.hooks import Follower
+from mst_scale.zero_shards.hooks import HookTarget
 
 C = TypeVar("C", bound=Component)
 
@@ -85,7 +85,7 @@ class Callbacks(Component):
             call()
 
 
-class SparseTraining(MST, Follower):
+class SparseTraining(MST, HookTarget):
     """The components of one engine, in their order."""
 
     def __init__(self, engine: Any, experiment: Experiment, own_loop: bool):
@@ -274,7 +274,7 @@ class SparseTraining(MST, Follower):
     def on_topology_step(self, call: Callable[[MST], None]) -> None:
         self.on_step(lambda mst: call(mst) if mst.changed_at == mst.step else None)
 
-    # --- Follower: what the engine tells it ---
+    # --- HookTarget: what the hooks call ---
 
     @property
     def masks_weights(self) -> bool:

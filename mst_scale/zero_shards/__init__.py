@@ -82,7 +82,6 @@ from mst_scale.zero_shards.saving import (
     errors_after_saving,
     load_checkpoint,
     replace_method,
-    saved_classes,
 )
 from mst_scale.zero_shards.settings import Settings
 from mst_scale.zero_shards.start import (

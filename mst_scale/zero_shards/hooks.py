@@ -38,7 +38,7 @@ from mst_scale.zero_shards import (
 )
 
 
-class Follower(Protocol):
+class HookTarget(Protocol):
     """The interface of `engine.mst` to the hooks, which call it at the steps, saves and loads of an engine."""
 
     @property
@@ -94,15 +94,15 @@ class Hook:
     """How DeepSpeed behaves without the hook, or the behavior that the hook relies on."""
     seen_in: str
     """Versions of DeepSpeed in which this behavior was observed."""
-    applies: Callable[[Any, Follower], bool]
-    install: Callable[[Any, Follower], object]
+    applies: Callable[[Any, HookTarget], bool]
+    install: Callable[[Any, HookTarget], object]
 
 
-def _carry_layout(engine: Any, _: Follower) -> None:
+def _carry_layout(engine: Any, _: HookTarget) -> None:
     saving.carry_state(engine, logical.LAYOUT, lambda: logical.layout_of(engine.module), loaded=lambda state: None)
 
 
-def _always(engine: Any, follower: Follower) -> bool:
+def _always(engine: Any, mst: HookTarget) -> bool:
     return True
 
 
@@ -200,15 +200,15 @@ HOOKS = (
         "engine._take_model_step",
         "it runs once per accumulation boundary, with reduced gradients, before clipping",
         "0.19",
-        lambda _, follower: follower.follows_steps,
-        lambda engine, follower: step.around_model_step(engine, follower.before_step, follower.after_step),
+        lambda _, mst: mst.follows_steps,
+        lambda engine, mst: step.around_model_step(engine, mst.before_step, mst.after_step),
     ),
     Hook(
         "tied gradients",
         "engine._take_model_step",
         "sums over three or more replicas depend on the place in a bucket, which differs between stages of a pipeline",
         "0.19",
-        lambda engine, follower: follower.masks_weights and tied_gradients.may_differ(engine),
+        lambda engine, mst: mst.masks_weights and tied_gradients.may_differ(engine),
         lambda engine, _: tied_gradients.equalize_tied_gradients(engine),
     ),
     Hook(
@@ -218,7 +218,7 @@ HOOKS = (
         "a second backward pass replaces the gradient of the first, at stage 3 if no forward pass came in between, or "
         "reduces it again, at stage 0; engine.no_sync reduces gradients if communication overlaps",
         "0.19.8",
-        lambda engine, follower: follower.follows_steps and backward_passes.changes_gradients(engine),
+        lambda engine, mst: mst.follows_steps and backward_passes.changes_gradients(engine),
         lambda engine, _: backward_passes.reject_second_pass(engine),
     ),
     Hook(
@@ -226,7 +226,7 @@ HOOKS = (
         "optimizer.partition_grads, copy_grads_in_partition and zero_grad; engine._take_model_step",
         "stage 3, and offload, use the gradient of an earlier step for parameters that have none in this one",
         "0.19.8",
-        lambda engine, follower: follower.follows_steps and unused_layers.keeps_gradients(engine),
+        lambda engine, mst: mst.follows_steps and unused_layers.keeps_gradients(engine),
         lambda engine, _: unused_layers.zero_unused_gradients(engine),
     ),
     Hook(
@@ -234,16 +234,16 @@ HOOKS = (
         "the optimizer's step hooks",
         "they run after the gradient norm is known and before states are read, but not after an overflow",
         "0.19",
-        lambda _, follower: follower.follows_steps,
-        lambda engine, follower: step.before_master_update(engine, follower.before_update),
+        lambda _, mst: mst.follows_steps,
+        lambda engine, mst: step.before_master_update(engine, mst.before_update),
     ),
     Hook(
         "held update",
         "the optimizer's step hooks",
         "an optimizer that finds no gradient changes nothing, not even its count of updates",
         "0.19",
-        lambda _, follower: follower.masks_weights,
-        lambda engine, follower: step.hold_updates(engine, follower.holds_update),
+        lambda _, mst: mst.masks_weights,
+        lambda engine, mst: step.hold_updates(engine, mst.holds_update),
     ),
     Hook(
         "muon's dtype",
@@ -258,7 +258,7 @@ HOOKS = (
         "the optimizer's step hooks; parameters and ZeRO-3 are marked as not using Muon",
         "it orthogonalizes before masks are applied, updates inactive weights, and clips the update, not the gradient",
         "0.19.8",
-        lambda engine, follower: muon.takes_over(engine, follower.masks_weights),
+        lambda engine, mst: muon.takes_over(engine, mst.masks_weights),
         muon.Muon,
     ),
     Hook(
@@ -266,15 +266,15 @@ HOOKS = (
         "the optimizer's step hook",
         "it runs after master weights are updated and before they are copied and gathered, but not after an overflow",
         "0.19",
-        lambda _, follower: follower.masks_weights,
-        lambda engine, follower: step.after_master_update(engine, follower.after_update),
+        lambda _, mst: mst.masks_weights,
+        lambda engine, mst: step.after_master_update(engine, mst.after_update),
     ),
     Hook(
         "earlier saves",
         "engine.save_checkpoint",
         "it leaves files of others in the folder of a tag that is saved again, such as masks of a sparse run",
         "0.19",
-        lambda _, follower: not follower.masks_weights,
+        lambda _, mst: not mst.masks_weights,
         lambda engine, _: saving.replace_earlier_saves(engine),
     ),
     Hook(
@@ -282,7 +282,7 @@ HOOKS = (
         "engine.save_checkpoint and engine.load_checkpoint",
         "client_state is saved and returned",
         "0.19",
-        lambda _, follower: follower.masks_weights,
+        lambda _, mst: mst.masks_weights,
         saving.carry_along,
     ),
     Hook(
@@ -322,7 +322,7 @@ HOOKS = (
         "engine.load_checkpoint, _backward_epilogue and _take_model_step, zero_grad of engine, optimizer and module",
         "it keeps the gradient and the number of micro-batches of a step that is under way",
         "0.19.8",
-        lambda _, follower: follower.follows_steps,
+        lambda _, mst: mst.follows_steps,
         lambda engine, _: backward_passes.reject_loads_in_steps(engine),
     ),
     Hook(
@@ -330,15 +330,15 @@ HOOKS = (
         "engine.load_checkpoint",
         "another step may be another attention pattern",
         "0.19",
-        lambda _, follower: follower.follows_steps and not follower.masks_weights,
-        lambda engine, follower: saving.after_loading(engine, lambda path: follower.loaded(path, None)),
+        lambda _, mst: mst.follows_steps and not mst.masks_weights,
+        lambda engine, mst: saving.after_loading(engine, lambda path: mst.loaded(path, None)),
     ),
 )
 
 
-def install(engine: Any, follower: Follower) -> list[str]:
+def install(engine: Any, mst: HookTarget) -> list[str]:
     """Install the hooks that apply, in their order; return their names."""
-    chosen = [hook for hook in HOOKS if hook.applies(engine, follower)]
+    chosen = [hook for hook in HOOKS if hook.applies(engine, mst)]
     for hook in chosen:
-        hook.install(engine, follower)
+        hook.install(engine, mst)
     return [hook.name for hook in chosen]

@@ -8,7 +8,7 @@ gradients that are masked, unscaled and clipped as for any other optimizer:
     momentum ← momentum + (1 - β) · (gradient - momentum)     this rank's slice, in fp32
     blend = gradient + β · (momentum - gradient)              Nesterov's
     each matrix is gathered on one rank, orthogonalized there by DeepSpeed's Newton-Schulz, and split up again
-    the follower masks this rank's slice of the update, since Newton-Schulz fills what was 0
+    `engine.mst` masks this rank's slice of the update, since Newton-Schulz fills what was 0
     weight ← (1 - lr · decay) · weight - lr · update
 
 Newton-Schulz runs in a dtype that its method and the kind of device determine (`newton_schulz_dtype`). DeepSpeed would
@@ -37,7 +37,7 @@ from mst_scale.zero_shards.step import NamedCollectives, base_optimizer, optimiz
 from mst_scale.zero_shards.supported import check_engine, uses_muon
 
 if TYPE_CHECKING:
-    from mst_scale.zero_shards.hooks import Follower
+    from mst_scale.zero_shards.hooks import HookTarget
 
 STEPS = 5  # of Newton-Schulz, as DeepSpeed takes
 MOMENTUM = "momentum_buffer"
@@ -78,8 +78,8 @@ def shapes(engine: Any) -> list[tuple[tuple[int, ...], str]]:
 class Muon:
     """One engine's Muon, in place of DeepSpeed's own; every rank builds it and steps it together."""
 
-    def __init__(self, engine: Any, follower: Follower):
-        self.follower, self.device = follower, engine.device
+    def __init__(self, engine: Any, mst: HookTarget):
+        self.mst, self.device = mst, engine.device
         self.optimizer = base_optimizer(engine)
         marked = matrices(engine)
         if not marked and any(group.get("use_muon") for group in self.optimizer.param_groups):
@@ -109,7 +109,7 @@ class Muon:
 
     def _before(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         """Update Muon's groups, and let the optimizer find only those of Adam."""
-        held = self.follower.holds_update()
+        held = self.mst.holds_update()
         for group in optimizer.param_groups:
             if group["use_muon"] and not held:
                 self._step(group)
@@ -135,7 +135,7 @@ class Muon:
             for i, found in zip(turn, updates, strict=True):
                 weight = self.shards.weight(i)
                 update = found.to(weight.device)
-                self.follower.mask_update(self.shards.parameters[i], update)
+                self.mst.mask_update(self.shards.parameters[i], update)
                 weight.mul_(1 - group["lr"] * group["weight_decay"]).add_(update, alpha=-group["lr"])
 
     def _blend(self, i: int, beta: float) -> torch.Tensor:

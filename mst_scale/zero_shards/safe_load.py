@@ -23,6 +23,15 @@ from mst_scale.comm import Damaged, one_line
 from mst_scale.errors import UserError
 
 
+def saved_classes() -> list[Any]:
+    """Return the classes whose objects DeepSpeed's checkpoints contain in addition to data."""
+    from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
+    from deepspeed.runtime.zero.config import ZeroStageEnum
+    from deepspeed.utils.tensor_fragment import fragment_address
+
+    return [DynamicLossScaler, LossScaler, ZeroStageEnum, fragment_address]
+
+
 def load(path: Path, classes: Sequence[Any] = (), mmap: bool = False) -> Any:
     """Return what the file holds, on the CPU.
 

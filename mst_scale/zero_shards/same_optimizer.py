@@ -15,7 +15,7 @@ from mst_scale.comm import SharedMistake
 from mst_scale.zero_shards import safe_load
 from mst_scale.zero_shards.logical import named_parameters
 from mst_scale.zero_shards.other_layout import fitting
-from mst_scale.zero_shards.saving import Given, replace_method, saved_classes
+from mst_scale.zero_shards.saving import Given, replace_method
 from mst_scale.zero_shards.step import adam_of, base_optimizer, groups_of_parameters
 
 KEY = "mst_optimizer"  # in a checkpoint's client_state
@@ -65,7 +65,7 @@ def _saved(engine: Any, folder: Path) -> dict[str, Any] | None:
     """Return what this rank's file says; None if it says nothing, or a loop's own objects keep it from being read."""
     path = Path(engine._get_ckpt_name(str(folder.parent), folder.name))
     with contextlib.suppress(Exception):  # whatever is wrong with it, the load says so
-        found: dict[str, Any] | None = safe_load.load(path, saved_classes(), mmap=True).get(KEY)
+        found: dict[str, Any] | None = safe_load.load(path, safe_load.saved_classes(), mmap=True).get(KEY)
         return found
     return None
 

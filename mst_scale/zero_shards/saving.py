@@ -23,6 +23,7 @@ from mst_scale.zero_shards.other_layout import copy_of, explained, missing
 from mst_scale.zero_shards.put_weights import put_states
 from mst_scale.zero_shards.step import base_optimizer
 from mst_scale.zero_shards.supported import offload_device
+from mst_scale.zero_shards.universal import UniversalCheckpoint
 
 Given = dict[str, Any]
 """Arguments of a call, by name."""
@@ -123,15 +124,6 @@ def blocking_reason(engine: Any) -> str | None:
     return None
 
 
-def saved_classes() -> list[Any]:
-    """Return the classes whose objects DeepSpeed's checkpoints contain in addition to data."""
-    from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
-    from deepspeed.runtime.zero.config import ZeroStageEnum
-    from deepspeed.utils.tensor_fragment import fragment_address
-
-    return [DynamicLossScaler, LossScaler, ZeroStageEnum, fragment_address]
-
-
 @contextlib.contextmanager
 def layout_read(engine: Any, universal: bool) -> Iterator[None]:
     """Let `engine.load_checkpoint` read the universal layout, or that of ranks, whatever the config says."""
@@ -145,7 +137,7 @@ def layout_read(engine: Any, universal: bool) -> Iterator[None]:
 
 def load_checkpoint(engine: Any, checkpoint: Path, universal: bool = False) -> dict[str, Any]:
     """Load weights, optimizer states and our own state; raise a UserError if the checkpoint does not fit."""
-    with layout_read(engine, universal), safe_load.data_only(saved_classes()):
+    with layout_read(engine, universal), safe_load.data_only(safe_load.saved_classes()):
         path, state = engine.load_checkpoint(str(checkpoint.parent), tag=checkpoint.name)
     if path is None:
         raise UserError(
@@ -184,8 +176,8 @@ def _write_scripts(folder: str) -> None:
         (Path(folder) / name).chmod(0o755)
 
 
-def carry_along(engine: Any, follower: Any) -> None:
-    """Make `engine.save_checkpoint` and `engine.load_checkpoint` carry the follower's masks."""
+def carry_along(engine: Any, mst: Any) -> None:
+    """Make `engine.save_checkpoint` and `engine.load_checkpoint` carry the masks."""
     indexes = indexes_of(engine.module)
     if is_compact(engine.module):
         engine._copy_recovery_script = _write_scripts
@@ -193,7 +185,7 @@ def carry_along(engine: Any, follower: Any) -> None:
     def save_checkpoint(save: Callable[..., Any], given: Given) -> Any:
         tag = _start_afresh(engine, given)
         # before DeepSpeed's own files, so that its `latest` never names a checkpoint without masks
-        head = follower.saving(Path(given["save_dir"]) / tag)
+        head = mst.saving(Path(given["save_dir"]) / tag)
         state = {**(given.get("client_state") or {}), "mst": head}
         with values_stored(indexes):
             return save(**{**given, "tag": tag, "client_state": state})
@@ -206,7 +198,7 @@ def carry_along(engine: Any, follower: Any) -> None:
                 "compact layers store those of active weights alone, and the checkpoint has other active weights: load "
                 "the states too, load into a new engine, or set mst.compute.compact to off"
             )
-        undo = (lambda: None) if tag is None else follower.loading(folder / str(tag))
+        undo = (lambda: None) if tag is None else mst.loading(folder / str(tag))
         path = None
         try:
             with values_stored(indexes):
@@ -215,22 +207,22 @@ def carry_along(engine: Any, follower: Any) -> None:
             if path is None:
                 undo()
         if path is not None:
-            follower.loaded(Path(path).parent, (state or {}).get("mst"))
+            mst.loaded(Path(path).parent, (state or {}).get("mst"))
         return path, state
 
     replace_method(engine, "save_checkpoint", save_checkpoint)
     replace_method(engine, "load_checkpoint", load_checkpoint)
 
 
-def load_weights_alone(engine: Any, follower: Any) -> None:
+def load_weights_alone(engine: Any, mst: Any) -> None:
     """Make `engine.load_checkpoint(load_module_only=True)` load the weights of any stage and number of ranks."""
 
     def load_checkpoint(load: Callable[..., Any], given: Given) -> Any:
         tag = _tag_of(engine, given) if given.get("load_module_only") else None
         path = None if tag is None else Path(given["load_dir"]) / tag
-        if path is None or not follower.reads_weights(path):
+        if path is None or not mst.reads_weights(path):
             return load(**given)
-        return str(path), follower.load_weights(path)
+        return str(path), mst.load_weights(path)
 
     replace_method(engine, "load_checkpoint", load_checkpoint)
 
@@ -290,8 +282,6 @@ def fit_universal_checkpoints(engine: Any) -> None:
     or pipelines; at stage 3 it gives all parameter groups the hyperparameters of the first (so that norms and biases
     decay), and it does not load buffers.
     """
-    from mst_scale.zero_shards.universal import UniversalCheckpoint  # which reads files through this module's classes
-
     stage = engine.zero_optimization_stage()
     if stage == 0:
         _name_parameters(engine)

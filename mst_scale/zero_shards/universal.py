@@ -23,7 +23,6 @@ from mst_scale.errors import UserError
 from mst_scale.zero_shards import safe_load
 from mst_scale.zero_shards.logical import LAYOUT
 from mst_scale.zero_shards.put_weights import FP32, OF_WRAPPER, SCALE_NUMBERS, ReadRange, read_stored
-from mst_scale.zero_shards.saving import saved_classes
 from mst_scale.zero_shards.weight_files import base_state, maps_kept, model_files, opened, states_of
 
 WORKERS = 4  # parameters that are read and written at once; each is in memory whole
@@ -162,7 +161,7 @@ class UniversalCheckpoint:
 
     def __init__(self, folder: Path, buffers: Mapping[str, torch.Tensor]):
         self.folder, self.buffers = folder, buffers
-        common = safe_load.load(folder / "zero" / "optimizer_state.pt", saved_classes())
+        common = safe_load.load(folder / "zero" / "optimizer_state.pt", safe_load.saved_classes())
         groups = common["param_groups"] if "param_groups" in common else common["optimizer_state_dict"]["param_groups"]
         self.groups = [{key: value for key, value in group.items() if key != "params"} for group in groups]
         self.wrapper = {key: common[key] for key in (*OF_WRAPPER, *SCALE_NUMBERS) if key in common}
@@ -202,4 +201,4 @@ class UniversalCheckpoint:
 def _step(zero: Path, common: dict[str, Any]) -> Any:
     """How many updates Adam has counted: DeepSpeed's own converter says it in one of two places."""
     kept = common.get("optimizer_state_dict", {}).get("state", {})
-    return kept[0]["step"] if kept else safe_load.load(next(zero.glob("*/step.pt")), saved_classes())
+    return kept[0]["step"] if kept else safe_load.load(next(zero.glob("*/step.pt")), safe_load.saved_classes())

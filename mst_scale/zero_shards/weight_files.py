@@ -30,7 +30,6 @@ from typing import Any
 
 import torch
 
-from mst_scale import zero_shards
 from mst_scale.comm import Damaged
 from mst_scale.errors import UserError
 from mst_scale.mixed_growing import packed_bits
@@ -224,7 +223,7 @@ def opened(path: Path) -> State:
 def _opened(path: Path) -> State:
     try:
         with _OPENING:
-            return safe_load.load(path, zero_shards.saved_classes(), mmap=True)
+            return safe_load.load(path, safe_load.saved_classes(), mmap=True)
     except (RuntimeError, EOFError, OSError) as error:
         raise Damaged(f"{path} is damaged or cut short ({str(error).splitlines()[0]})") from None
 
