@@ -237,6 +237,8 @@ def install_rendezvous(deepspeed: ModuleType) -> None:
 
     `deepspeed.initialize` calls it too. It always takes port 29500 unless a launcher or a user states another one, so a
     second run on the same machine would end with a traceback, or its ranks would join the first run's store.
+
+    As in `init`, the operator for inference on CPUs is left out.
     """
     plain = deepspeed.comm.init_distributed
 
@@ -249,7 +251,8 @@ def install_rendezvous(deepspeed: ModuleType) -> None:
         if not under_mpi():
             complete_environment()
         try:
-            return plain(*given, **named)
+            with _without_inference_operator(deepspeed.ops.__compatible_ops__):
+                return plain(*given, **named)
         except dist.DistNetworkError as error:
             on_uncaught(_printed)
             raise unreachable(error) from None

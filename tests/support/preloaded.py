@@ -1,7 +1,7 @@
 """Imports and compiled operators that take every rank of a test seconds: loaded once, before ranks are forked.
 
-In a new environment, DeepSpeed compiles each operator for a minute or two. The quick run does without two of them: it
-offloads the optimizer with torch's Adam (tests.support.toys), and no rank reduces by DeepSpeed's shared memory.
+In a new environment, DeepSpeed compiles each operator for a minute or two. The quick run does without one of the two:
+it offloads the optimizer with torch's Adam (tests.support.toys).
 """
 
 import gc
@@ -16,10 +16,7 @@ from mst_scale.pretrain import engines  # noqa: F401
 from tests.support import tiny_run  # noqa: F401
 from tests.support.quick import is_quick
 
-get_accelerator().create_op_builder("FusedAdamBuilder").load()
-if is_quick():
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-else:
-    for name in ("CPUAdamBuilder", "ShareMemCommBuilder"):
-        get_accelerator().create_op_builder(name).load()
+deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # as `mst_scale.comm` leaves it out of training
+for name in ["FusedAdamBuilder", *([] if is_quick() else ["CPUAdamBuilder"])]:
+    get_accelerator().create_op_builder(name).load()
 gc.freeze()  # DeepSpeed collects garbage each time ZeRO-3 starts, and would traverse all of these modules

@@ -21,11 +21,11 @@ IN_TOKENS = {**MST, "sparsity": {"max": 0.8, "sparse_tokens": 0.34, "stages": 2}
 def spoken(rank: int, world: int, argv: list[str]) -> tuple[int, str, list[str]]:
     """`attempt`, with the lines that the run says beside its progress."""
     said: list[str] = []
-    say, Record.say = Record.say, lambda record, message: said.append(message)
+    print_message, Record.print_message = Record.print_message, lambda record, message: said.append(message)
     try:
         return *attempt(rank, world, argv), said
     finally:
-        Record.say = say
+        Record.print_message = print_message
 
 
 def run(folder: Path, out: str, *more: str, **blocks) -> tuple[int, str, list[str]]:
