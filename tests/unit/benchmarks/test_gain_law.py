@@ -22,6 +22,7 @@ def settings():
     return overview.settings(FOLDER)
 
 
+@pytest.mark.full
 def test_the_constants_are_those_of_the_records(settings):
     law, points = gain_law.fit(settings), gain_law.points(settings)
     names = ("CONSTANT", "OF_SIZE", "OF_LENGTH", "OF_LENGTH_SQUARED")
@@ -34,6 +35,7 @@ def test_the_constants_are_those_of_the_records(settings):
     assert {one.recipe for one in points} == set(expected_gain.MEASURED)
 
 
+@pytest.mark.full
 def test_the_law_covers_its_own_settings(settings):
     """All 17 lie within the interval for a further one."""
     for one in gain_law.points(settings):
@@ -41,6 +43,7 @@ def test_the_law_covers_its_own_settings(settings):
         assert gain.low < one.multipliers[gain_law.MAIN].value < gain.high, one
 
 
+@pytest.mark.full
 def test_the_page_is_that_of_the_records(tmp_path):
     for path in FOLDER.glob("*.runs.jsonl.gz"):
         (tmp_path / path.name).write_bytes(path.read_bytes())

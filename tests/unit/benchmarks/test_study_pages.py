@@ -166,6 +166,7 @@ def test_the_same_model_is_one_of_its_shape(folder):
     assert len({models[name] for name in ("mst", "dense-small", "dense-large")}) == 3
 
 
+@pytest.mark.full
 def test_the_overview_is_of_the_runs_that_are_kept(tmp_path):
     """The committed page is what its runs come to, and its numbers are those of the studies' pages."""
     for path in FOLDER.glob("*.runs.jsonl.gz"):

@@ -71,7 +71,7 @@ def interpreted(request: pytest.FixtureRequest) -> list[dict[str, float]]:
         case["shape"] = (1, case["heads"], case["length"], case["dim"])
         case["raised"] = index >= len(INTERPRETED)
     if not selected(request, test_interpreted):
-        cases = []
+        del cases[: len(INTERPRETED)]
     said = triton_interpreter.interpret(["-m", "tests.support.interpret_triton"], cases, seconds=900)
     return [json.loads(line) for line in said.splitlines()]
 
@@ -93,10 +93,12 @@ def test_interpreted_large_scores_cost_no_digits(interpreted: list[dict[str, flo
         assert error <= TOLERANCE[torch.float32]["out" if name == "out" else "grads"], name
 
 
+@pytest.mark.full
 def test_interpreted_rows_with_nothing_to_attend_are_zero(interpreted: list[dict[str, float]]) -> None:
     assert interpreted[-1] == {"unseen": 0.0, "finite": 1.0}
 
 
+@pytest.mark.full
 def test_interpreted_tiles_are_said_to_be_seen_where_all_their_pairs_are(interpreted: list[Any]) -> None:
     counts = interpreted[-4]
     assert len(counts) == 16 and {key: wrong for key, (wrong, _) in counts.items() if wrong} == {}
@@ -104,6 +106,7 @@ def test_interpreted_tiles_are_said_to_be_seen_where_all_their_pairs_are(interpr
     assert parts == {"0", "1", "2", "3"}, "no such tile in some part"
 
 
+@pytest.mark.full
 def test_interpreted_tuning_restores_the_inputs_of_a_launch(interpreted: list[dict[str, float]]) -> None:
     """A second launch adds to what the first has left; run five times, it must add once."""
     restoring, not_restoring = interpreted[-3], interpreted[-2]
