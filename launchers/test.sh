@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Runs the tests in the project's own environment; arguments go to pytest.
-#   bash launchers/test.sh                the quick run: 10 to 13 minutes on two cores
+#   bash launchers/test.sh                the quick run: 10 to 20 minutes on two cores
 #   bash launchers/test.sh --all          everything but the slow tests, as CI does
 #   bash launchers/test.sh tests/unit -k selection    these tests, with nothing left out
 #   MST_TEST_WORKERS=0 bash launchers/test.sh         in one process; by default, three share the test files

@@ -134,7 +134,9 @@ def test_a_request_for_too_many_candidates_fails():
         request("layer", np.ones(3, np.float32), np.ones(3, bool), 4)
 
 
-@pytest.mark.parametrize("kind", ["normal", "ties", "equal"])
+@pytest.mark.parametrize(
+    "kind", ["normal", *(pytest.param(kind, marks=pytest.mark.full) for kind in ("ties", "equal"))]
+)
 def test_traffic_grows_with_layers_and_not_with_weights(kind: str):
     """Two sample rows of 128 counts a layer, then at most a dozen rounds of 64 counts a layer or 16 KiB in all."""
 
