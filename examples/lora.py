@@ -3,7 +3,7 @@
 This example needs peft.
 
 python examples/lora.py --steps 40
-python examples/lora.py --steps 40 --trainer       # with the Hugging Face Trainer instead of an own loop
+python examples/lora.py --steps 40 --trainer       # with the Hugging Face Trainer instead of a plain loop
 deepspeed --num_accelerators 2 examples/lora.py    # on 2 GPUs
 """
 
@@ -94,7 +94,7 @@ def train_with_trainer(model: torch.nn.Module, steps: int) -> None:
 
 
 def train(model: torch.nn.Module, steps: int) -> None:
-    """Train in an own loop."""
+    """Train in a plain loop."""
     engine, *_ = mst_scale.initialize(model=model, config={**CONFIG, "training": {"steps": steps}})
     ranks, rank = torch.distributed.get_world_size(), torch.distributed.get_rank()
     for step in range(steps):

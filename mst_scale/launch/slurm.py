@@ -137,7 +137,7 @@ def _check_options(options: Namespace, arguments: Sequence[str]) -> None:
 def _variables(options: Namespace) -> dict[str, str]:
     """Return the variables that the job gets in addition to those of this shell."""
     variables = {}
-    if os.environ.get("SBATCH_EXPORT", "ALL") != "ALL":  # of a site whose jobs get no variables, unless they ask for it
+    if os.environ.get("SBATCH_EXPORT", "ALL") != "ALL":  # jobs of this site inherit no variables by default
         variables["SBATCH_EXPORT"] = "ALL"
     if options.gpus_per_node == 0:
         threads = os.environ.get("OMP_NUM_THREADS") or str(options.cpus_per_rank or 1)
