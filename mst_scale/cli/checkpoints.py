@@ -142,7 +142,9 @@ PATH is the folder of a checkpoint, or of a run, whose latest complete checkpoin
 folder `universal` in the checkpoint, where `mst_scale.pretrain --out RUN` finds it, or to OUT, which becomes a run if
 PATH is a run and a checkpoint if PATH is one. In a custom training loop, engine.load_checkpoint finds a copy in the
 folder `universal` itself. It loads OUT with {"checkpoint": {"load_universal": true}} in the DeepSpeed config and
-engine.load_checkpoint(FOLDER, tag=NAME), where FOLDER/NAME is OUT. The copy takes 12 bytes per parameter.
+engine.load_checkpoint(FOLDER, tag=NAME), where FOLDER/NAME is OUT. The copy takes 12 bytes per parameter; with
+--form compact 12 bytes per active weight and a bit per weight, but then DeepSpeed cannot load it without mst_scale. The
+form does not decide how the continued run stores its weights, and can be changed back.
 
 It contains the states of Adam and similar optimizers. With other optimizers, or with frozen parameters, call
 mst_scale.warm_start(engine, CHECKPOINT) in your training loop: weights, masks and step continue, and the optimizer
@@ -152,6 +154,7 @@ examples:
   mst reshape runs/demo                             # then start runs/demo again on any number of ranks
   mst reshape runs/demo runs/demo-1-rank
   mst reshape out/global_step400 out/universal400 --json
+  mst reshape runs/demo runs/demo-small --form compact      # to move a sparse checkpoint to another machine
 """
 
 
@@ -162,6 +165,10 @@ def _add_reshape(subparsers: Any) -> None:
     command.add_argument(
         "out", metavar="OUT", nargs="?", type=Path, help="destination (default: inside the checkpoint)"
     )
+    command.add_argument(
+        "--form", choices=("dense", "compact"), default="dense",
+        help="what is stored of sparse matrices: all weights, or the active ones (default: dense)",
+    )  # fmt: skip
     command.add_argument("--json", action="store_true", help="print one JSON object")
 
 
@@ -171,7 +178,7 @@ def _reshape(args: argparse.Namespace) -> int:
 
     if args.out is not None:
         validate_new_folder("OUT", args.out)
-    done = reshape(args.path, args.out)
+    done = reshape(args.path, args.out, args.form)
     if args.json:
         print(json.dumps(done.to_dict()))
         return 0

@@ -5,8 +5,8 @@
     <tag>/mst/compact_01.safetensors …    the same of each further stage of a pipeline
 
 DeepSpeed's files of such a checkpoint hold the K values of a parameter, and zeros up to a multiple of 64.
-`weight_files` reads these files with them and gives whole matrices to all readers. A universal copy (`mst reshape`) has
-no such files: it holds matrices.
+`weight_files` reads these files with them and gives whole matrices to all readers. A universal copy (`mst reshape`)
+holds matrices and has no such file, unless its form is compact.
 """
 
 from __future__ import annotations
@@ -43,8 +43,11 @@ def file_of(checkpoint: Path, stage: int = 0) -> Path:
 
 
 def other_storage(checkpoint: Path, compact: bool) -> str | None:
-    """Return how the storage of a checkpoint's weights differs from this run's; None if it is the same."""
-    if file_of(checkpoint).is_file() == compact:
+    """Return how the storage of a checkpoint's weights differs from this run's; None if it is the same.
+
+    Either storage continues from a universal checkpoint.
+    """
+    if (checkpoint / "zero").is_dir() or file_of(checkpoint).is_file() == compact:
         return None
     stored = {False: "whole matrices", True: "only active weights (mst.compute.compact)"}
     return f"{checkpoint} stores {stored[not compact]}, but this run's layers store {stored[compact]}"
@@ -73,7 +76,7 @@ def read(checkpoint: Path) -> dict[str, CompactIndex]:
         Damaged: a file is missing or cannot be read.
         UserError: a file is of another version.
     """
-    if not file_of(checkpoint).is_file() or (checkpoint / "zero").is_dir():
+    if not file_of(checkpoint).is_file():
         return {}
     found, stages = _read(file_of(checkpoint), 0)
     for stage in range(1, stages):

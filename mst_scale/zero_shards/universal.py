@@ -1,11 +1,14 @@
 """Converts a checkpoint of DeepSpeed into its universal layout, every parameter whole in files of its own; reads it.
 
     zero/<parameter>/fp32.pt, exp_avg.pt, exp_avg_sq.pt, step.pt     what each rank slices as it needs
+    mst/compact.safetensors                                          in the compact form: the active weights, whose
+                                                                     values alone these files then hold
     zero/optimizer_state.pt                                          parameter groups, step, loss scale
     mp_rank_00_model_states.pt                                       what else a checkpoint holds
 
 Read through `weight_files`, from any ZeRO stage, number of ranks, tensor slices and pipeline stages; DeepSpeed's own
-loader reads the result, too. Buffers are kept for our loader; DeepSpeed's leaves them at their initial values.
+loader reads the result, too, unless its form is compact. Buffers are kept for our loader; DeepSpeed's leaves them at
+their initial values.
 """
 
 from __future__ import annotations
@@ -20,10 +23,11 @@ from typing import Any
 import torch
 
 from mst_scale.errors import UserError
+from mst_scale.sparse_linear.compact_index import CompactIndex
 from mst_scale.zero_shards import safe_load
 from mst_scale.zero_shards.logical import LAYOUT
 from mst_scale.zero_shards.put_weights import FP32, OF_WRAPPER, SCALE_NUMBERS, ReadRange, read_stored
-from mst_scale.zero_shards.weight_files import base_state, maps_kept, model_files, opened, states_of
+from mst_scale.zero_shards.weight_files import Weights, base_state, maps_kept, model_files, opened, states_of
 
 WORKERS = 4  # parameters that are read and written at once; each is in memory whole
 STATES = (FP32, "exp_avg", "exp_avg_sq")
@@ -31,8 +35,20 @@ WARM = "use mst_scale.warm_start(engine, CHECKPOINT), which loads weights and ma
 GLOBAL = (*OF_WRAPPER, "clip_grad")  # what an optimizer keeps in addition to its groups
 
 
-def convert(source: Path, draft: Path) -> int:
-    """Convert weights and optimizer of `source` to the universal layout, for every layout of ranks; return its step."""
+def convert(source: Path, draft: Path, compact: Mapping[str, CompactIndex] | None = None) -> int:
+    """Convert weights and optimizer of a checkpoint to the universal layout, for every layout of ranks.
+
+    Args:
+        source: The checkpoint; it may have the universal layout already.
+        draft: The folder that is filled.
+        compact: Parameters of which only the values at these positions are stored.
+
+    Returns:
+        The number of finished steps.
+    """
+    compact = compact or {}
+    if (source / "zero").is_dir():
+        return _convert_universal(source, draft, compact)
     files = [some[0] for some in model_files(source)]
     states = [opened(path) for path in files]
     common = _common_state(source, states[0])
@@ -41,18 +57,9 @@ def convert(source: Path, draft: Path) -> int:
     shapes = index[FP32].shapes if common.pop("sharded") else _optimized(source, states, index[FP32].shapes)
     _reject_paths(source, shapes)
 
-    def write(name: str) -> None:
-        for key, weights in index.items():
-            try:
-                value = weights.read(name)
-            except (KeyError, IndexError):
-                raise _not_adam(source) from None
-            _save({"param": value}, draft / "zero" / name / f"{key}.pt")
+    _write_parameters(source, draft, shapes, index, compact)
+    for name in shapes:
         _save(common["step"], draft / "zero" / name / "step.pt")
-
-    with maps_kept(), ThreadPoolExecutor(WORKERS) as pool:
-        for _ in pool.map(write, shapes):
-            pass
     # the loaders of stages 1 and 2 read the groups, and that of stage 3 the optimizer's state
     stage3 = {"state": {0: {"step": common.pop("step")}}, "param_groups": common["param_groups"]}
     common |= {"ds_version": states[0]["ds_version"], "optimizer_state_dict": stage3}
@@ -66,6 +73,40 @@ def convert(source: Path, draft: Path) -> int:
     _save(rest, draft / "mp_rank_00_model_states.pt")
     shutil.copyfile(draft / "mp_rank_00_model_states.pt", draft / "zero_pp_rank_0_mp_rank_00_model_states.pt")
     return int(rest["global_steps"])
+
+
+def _convert_universal(source: Path, draft: Path, compact: Mapping[str, CompactIndex]) -> int:
+    """Write the parameters of a universal checkpoint in another form, and copy everything else."""
+    index = states_of(source, STATES)
+    _write_parameters(source, draft, index[FP32].shapes, index, compact)
+    others = [*source.glob("*_states.pt"), source / "zero" / "optimizer_state.pt", *source.glob("zero/*/step.pt")]
+    for path in others:
+        shutil.copyfile(path, draft / path.relative_to(source))
+    return int(opened(model_files(source)[0][0])["global_steps"])
+
+
+def _write_parameters(
+    source: Path, draft: Path, names: Iterable[str], states: Mapping[str, Weights], compact: Mapping[str, CompactIndex]
+) -> None:
+    def write(name: str) -> None:
+        for key, weights in states.items():
+            try:
+                value = weights.read(name)
+            except (KeyError, IndexError):
+                raise _not_adam(source) from None
+            if (positions := compact.get(name)) is not None:
+                stored = positions.to_store(value.flatten())
+                if stored.count_nonzero() != value.count_nonzero():
+                    raise UserError(
+                        f"{source} has values of inactive weights of {name} ({key}), which the compact form would "
+                        "lose: use --form dense"
+                    )
+                value = stored
+            _save({"param": value}, draft / "zero" / name / f"{key}.pt")
+
+    with maps_kept(), ThreadPoolExecutor(WORKERS) as pool:
+        for _ in pool.map(write, names):
+            pass
 
 
 def _common_state(source: Path, state: dict[str, Any]) -> dict[str, Any]:

@@ -4,7 +4,7 @@
                        in the optimizer's state
     stages 1 and 2     a parameter group is one flat fp32 vector, cut evenly over the ranks' files
     stage 3            each parameter is cut evenly over the ranks' files
-    universal          a file for each parameter
+    universal          a file for each parameter, of whole matrices or of the values of active weights
 
 Optimizer states have the same layout as the fp32 weights. Under tensor and pipeline parallelism there is such a set of
 files for each slice and stage (`mp_rank_…`), and each says which rows and columns of which parameter it holds
@@ -131,7 +131,15 @@ def weights_of(checkpoint: Path) -> Weights:
 def states_of(checkpoint: Path, keys: Iterable[str]) -> dict[str, Weights]:
     """Return the indexes of tensors with the layout of the weights: `FP32`, and optimizer states by their key."""
     if (checkpoint / "zero").is_dir():
-        return {key: _universal(checkpoint, key) for key in keys}
+        found = {key: _universal(checkpoint, key) for key in keys}
+    else:
+        found = _of_layout(checkpoint, keys)
+    _add_indexes(checkpoint, found)
+    return found
+
+
+def _of_layout(checkpoint: Path, keys: Iterable[str]) -> dict[str, Weights]:
+    """Return the indexes of what ranks have saved, each its part."""
     found: dict[str, Weights] = {key: Weights({}, {}) for key in keys}
     for files in model_files(checkpoint):
         state = opened(files[0])
@@ -146,6 +154,11 @@ def states_of(checkpoint: Path, keys: Iterable[str]) -> dict[str, Weights]:
                     weights.shapes[name], weights.parts[name] = shape, parts
                 elif layout is not None and layout.is_cut[name]:  # else another slice or stage has described all of it
                     weights.parts[name] += parts
+    return found
+
+
+def _add_indexes(checkpoint: Path, found: dict[str, Weights]) -> None:
+    """Add which weights the stored vectors of compact parameters are."""
     compact = compact_files.read(checkpoint)
     saved = opened(model_files(checkpoint)[0][0]).get("mst") if compact else None
     digests = dict(zip(saved["names"], saved["digests"], strict=True)) if saved else {}
@@ -162,7 +175,6 @@ def states_of(checkpoint: Path, keys: Iterable[str]) -> dict[str, Weights]:
                         f"{checkpoint}: {name} stores {weights.shapes[name]} values, but its index says {index.stored}"
                     )
                 weights.compact[name], weights.shapes[name] = index, index.shape
-    return found
 
 
 def model_files(checkpoint: Path) -> list[list[Path]]:

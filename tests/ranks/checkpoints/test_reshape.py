@@ -18,9 +18,10 @@ from mst_scale.config import load
 from mst_scale.config.deepspeed import batch_shape
 from mst_scale.errors import Damaged, UserError
 from mst_scale.pretrain import resume
+from mst_scale.zero_shards import universal, weight_files
 from tests.support import pool, tiny_run
 from tests.support.toys import Toy, allow_fp16, deepspeed_config, toy_batch
-from tests.support.whole_runs import MST, arguments, attempt, logged_attempt, without_times
+from tests.support.whole_runs import COMPACT, MST, arguments, attempt, logged_attempt, without_times
 
 MICRO = 6  # micro-batches a step, shared by 1, 2 or 3 ranks
 SAVED, END = 10, 15
@@ -388,3 +389,68 @@ def test_a_universal_checkpoint_is_not_reshaped_again(tmp_path):
     (folder / "manifest.json").write_text(json.dumps({"universal": True, "files": {}}))
     with pytest.raises(UserError, match="universal already"):
         reshape(folder)
+
+
+# --- the form ---
+
+
+def bytes_of(folder: Path) -> int:
+    return sum(path.stat().st_size for path in folder.glob("zero/*/*.pt"))
+
+
+def files_of(folder: Path) -> dict[str, bytes]:
+    """The contents of all files of a checkpoint that are not written with a time or place in them."""
+    kept = [path for pattern in ("zero/*/*.pt", "mst/*") for path in folder.glob(pattern)]
+    return {str(path.relative_to(folder)): path.read_bytes() for path in kept}
+
+
+@pytest.mark.parametrize("saved", [(2, 1, "torch")], indirect=True)
+def test_the_compact_form_holds_the_same_values_and_is_converted_back(saved, tmp_path):
+    source, before, _ = saved
+    small = reshape(source, tmp_path / "small" / "saved", form="compact").universal
+    back = reshape(small, tmp_path / "back" / "saved").universal
+    assert files_of(back) == files_of(source / "universal")
+    assert bytes_of(small) < bytes_of(back)
+    states, whole = (weight_files.states_of(folder, universal.STATES) for folder in (small, back))
+    for key, weights in states.items():
+        assert len(weights.compact) == 3 and weights.shapes == whole[key].shapes
+        assert all(torch.equal(weights.read(name), whole[key].read(name)) for name in weights.shapes)
+    assert inspect(small).layers == inspect(source).layers
+    after = pool.run(continues, 1, 3, "torch", str(small.parent))
+    then, now = assembled([found for found, _, _ in before]), assembled([found for found, _, _ in after])
+    assert [key for key in then if not torch.equal(then[key], now[key])] == [], "to the bit"
+
+
+@pytest.mark.parametrize("saved", [(2, 1, "torch")], indirect=True)
+def test_a_form_that_would_lose_something_or_change_nothing_is_rejected(saved, tmp_path):
+    source, _, _ = saved
+    with pytest.raises(UserError, match="name OUT for --form compact"):
+        reshape(source, form="compact")
+    small = reshape(source, tmp_path / "small", form="compact").universal
+    with pytest.raises(UserError, match="universal already, in the compact form"):
+        reshape(small, tmp_path / "again", form="compact")
+    moment = small.parent / "copy" / "zero" / "up.weight" / "exp_avg.pt"
+    shutil.copytree(source / "universal", small.parent / "copy")
+    (small.parent / "copy" / "manifest.json").unlink()
+    torch.save({"param": torch.ones_like(torch.load(moment)["param"])}, moment)
+    with pytest.raises(UserError, match=r"values of inactive weights of up\.weight \(exp_avg\)"):
+        reshape(small.parent / "copy", tmp_path / "lost", form="compact")
+    assert not (tmp_path / "lost").exists()
+
+
+@pytest.mark.full
+def test_runs_with_either_storage_continue_from_the_compact_form(tmp_path):
+    """A compact run's checkpoint of dense form is converted and continued, compact and dense, as if it had not been."""
+    argv = arguments(tmp_path, "whole", training={"steps": 24}, **COMPACT)
+    assert pool.run(attempt, 2, [*argv, "--stop-at", "12"]) == [(0, "")] * 2
+    reshape(tmp_path / "whole", tmp_path / "compact-form", form="compact")
+    assert pool.run(attempt, 2, argv) == [(0, "")] * 2
+    expected = without_times(tiny_run.rows(tmp_path / "whole"))
+    for storage in ("auto", "off"):
+        compute = {**COMPACT["mst"]["compute"], "compact": storage}
+        blocks = {**COMPACT, "mst": {**COMPACT["mst"], "compute": compute}}
+        out = tmp_path / f"from-{storage}"
+        shutil.copytree(tmp_path / "compact-form", out)
+        again = arguments(tmp_path, out.name, training={"steps": 24}, **blocks)
+        assert [code for code, _ in pool.run(attempt, 2, again)] == [0, 0]
+        close(without_times(tiny_run.rows(out)), expected)
