@@ -8,12 +8,12 @@ dense weights ("masked") and compact weights ("compact"), the last two at 96 % s
 runs in its own network namespace. The namespaces are joined by a link whose speed is limited to each of `--rates`
 (Gbit/s; 0 is no limit), and the bytes "on the wire" are those that a rank's interface has sent and received in a step;
 those "by the logger" are what DeepSpeed's comms_logger counts: the tensors that a rank passes to its collectives.
-"optimizer" is the time of DeepSpeed's step without communication: gradient norm, clipping, masking, update and casts.
-"states" are the optimizer's states and the weights that it updates, "gradients" what a rank keeps for its update;
-"held" is how much the resident memory of a rank grows from before the model is built to after its first step. "save" is
-the time of `engine.save_checkpoint` and the bytes of all files of the checkpoint. All attention is dense. Sequences are
-short, so that the network and the optimizer matter as much as they do with many ranks; a rank has one thread. Ranges
-are the middle half of the steps.
+"tokens per s" are those of both ranks together. "optimizer" is the time of DeepSpeed's step without communication:
+gradient norm, clipping, masking, update and casts. "states" are the optimizer's states and the weights that it updates,
+"gradients" what a rank keeps for its update; "held" is how much the resident memory of a rank grows from before the
+model is built to after its first step. "save" is the time of `engine.save_checkpoint` and the bytes of all files of the
+checkpoint. All attention is dense. Sequences are short, so that the network and the optimizer matter as much as they do
+with many ranks; a rank has one thread. Ranges are the middle half of the steps.
 
 Linux, root and iproute2 are required, because the command creates network namespaces.
 """
@@ -247,7 +247,8 @@ def rows_of(stage: int, gbits: float, tokens: int, found: dict[str, Row]) -> lis
         sides = {"ours": found[side], "baseline": found["dense"]}
         ours, theirs = (of["step_ms"] for of in sides.values())
         row = {"stage": stage, "gbits": gbits, "what": side, **versus(ours, "plain DeepSpeed", theirs, digits=1)}
-        row["tokens_per_s"] = round(2e3 * tokens / statistics.median(ours), 1)
+        for who, times in (("ours", ours), ("baseline", theirs)):
+            row[f"{who}_tokens_per_s"] = round(2e3 * tokens / statistics.median(times), 1)
         for who, of in sides.items():
             row[f"{who}_optimizer_ms"] = round(statistics.median(of["optimizer_ms"]), 1)
             row |= {f"{who}_{what}": of[what] for what in ("states", "held", "gradients", "logged", "saved", "save_s")}
@@ -260,7 +261,7 @@ def table(rows: Sequence[Row]) -> str:
     """Return the rows as a table of Markdown."""
     head = [
         "ZeRO", "Gbit/s", "weights", "step, ms (middle half)", "plain DeepSpeed, ms", "speed-up",
-        "optimizer, ms", "on the wire, MB", "by the logger, MB", "states, MB", "gradients, MB", "held, MB", "save, s",
+        "tokens per s", "optimizer, ms", "on the wire, MB", "by the logger, MB", "states, MB", "gradients, MB", "held, MB", "save, s",
         "save, MB",
     ]  # fmt: skip
     lines = [
@@ -268,6 +269,7 @@ def table(rows: Sequence[Row]) -> str:
             row["stage"], row["gbits"] or "no limit", row["what"],
             with_range(row, "ours"), with_range(row, "baseline"),
             f"**{row['speedup']:.2f}**",
+            f"{row['ours_tokens_per_s']:,.1f} / {row['baseline_tokens_per_s']:,.1f}",
             f"{row['ours_optimizer_ms']:,} / {row['baseline_optimizer_ms']:,}",
             *(_mb(row, what) for what in ("wire", "logged", "states", "gradients", "held")),
             f"{row['ours_save_s']:.1f} / {row['baseline_save_s']:.1f}",

@@ -45,6 +45,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--quick", action="store_true",
         help="leave out tests marked `full`, and cases of parametrized tests (tests/support/quick.py)",
     )  # fmt: skip
+    parser.addoption(
+        "--fewer-cases", action="store_true",
+        help="leave out cases of parametrized tests in tests/ranks and tests/system, which start several processes",
+    )  # fmt: skip
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -79,15 +83,19 @@ def _turn(item: pytest.Item) -> tuple[int, int]:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Begin with the files that take longest, and keep what the quick run consists of."""
+    """Begin with the files that take longest, and keep what this run consists of."""
     items.sort(key=_turn)
-    if not config.getoption("--quick"):
+    quick = config.getoption("--quick")
+    if not quick and not config.getoption("--fewer-cases"):
         return
     tests: dict[tuple[str, ...], list[pytest.Item]] = {}
+    kept: set[pytest.Item] = set()
     for item in items:
-        if item.get_closest_marker("full") is None:
+        if not quick and item.nodeid.startswith(TIERS[-1]):
+            kept.add(item)
+        elif not quick or item.get_closest_marker("full") is None:
             tests.setdefault((str(item.path), item.getparent(pytest.Module).name, item.originalname), []).append(item)
-    kept = {item for group in tests.values() for item in quick_cases(group)}
+    kept |= {item for group in tests.values() for item in quick_cases(group)}
     config.hook.pytest_deselected(items=[item for item in items if item not in kept])
     items[:] = [item for item in items if item in kept]
 

@@ -1,4 +1,4 @@
-"""Chooses the cases of a parametrized test that the quick run keeps.
+"""Chooses the cases of a parametrized test that the quick run keeps, and CI of tests with several processes.
 
 A test with three or more axes (one `parametrize` is one axis) keeps cases in which every pair of values of two axes
 occurs; a test with one or two keeps cases in which every value of every argument occurs.
@@ -42,7 +42,7 @@ def cover(cases: Sequence[tuple[Hashable, ...]], size: int) -> list[int]:
 
 
 def quick_cases(items: Sequence[pytest.Item]) -> list[pytest.Item]:
-    """Return the cases of one test that the quick run keeps."""
+    """Return the cases of one test that represent all of them."""
     calls = [getattr(item, "callspec", None) for item in items]
     if any(call is None for call in calls):
         return list(items)

@@ -1,4 +1,4 @@
-"""The quick run leaves out cases of tests, and no value that a test is parametrized with."""
+"""The quick run and CI leave out cases of tests, and no value that a test is parametrized with."""
 
 import subprocess
 import sys
@@ -50,15 +50,26 @@ def test_marked(a): pass
 """
 
 
-def test_what_the_quick_run_keeps(tmp_path):
-    (tmp_path / "test_them.py").write_text(TESTS)
+QUICK = {"test_one_axis": 2, "test_one_argument": 5, "test_two_axes": 3, "test_three_axes": 6, "test_marked": 1}
+ALL = {"test_one_axis": 4, "test_one_argument": 5, "test_two_axes": 9, "test_three_axes": 12, "test_marked": 2}
+
+
+@pytest.mark.parametrize(
+    ("option", "folder", "expected"),
+    [
+        ("--quick", "tests/ranks", QUICK),
+        ("--fewer-cases", "tests/unit", ALL),
+        ("--fewer-cases", "tests/ranks", {**QUICK, "test_marked": 2}),
+    ],
+)
+def test_what_a_run_keeps(tmp_path, option, folder, expected):
+    (tmp_path / folder).mkdir(parents=True)
+    (tmp_path / folder / "test_them.py").write_text(TESTS)
     (tmp_path / "conftest.py").write_text(
         "from tests.conftest import pytest_addoption, pytest_collection_modifyitems\n"
     )
-    words = ["--quick", "--collect-only", "-q", "-p", "no:cacheprovider", "--rootdir", str(tmp_path), str(tmp_path)]
+    words = [option, "--collect-only", "-q", "-p", "no:cacheprovider", "--rootdir", str(tmp_path), str(tmp_path)]
     command = [sys.executable, "-m", "pytest", *words]
     found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
     kept = Counter(line.split("::")[1].split("[")[0] for line in found.stdout.splitlines() if "::" in line)
-    assert kept == {
-        "test_one_axis": 2, "test_one_argument": 5, "test_two_axes": 3, "test_three_axes": 6, "test_marked": 1,
-    }  # fmt: skip
+    assert kept == expected

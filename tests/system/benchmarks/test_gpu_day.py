@@ -103,6 +103,7 @@ def test_every_tile_of_every_list_is_checked():
     assert max(map(len, lists)) == correctness.MOST_TILES
 
 
+@pytest.mark.slow
 def test_training_is_compared_run_by_run(tmp_path, monkeypatch):
     alone, to_dense, compared = PARTS["training"].cases(where(tmp_path))
     assert to_dense.run()["fine"]

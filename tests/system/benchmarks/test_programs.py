@@ -15,8 +15,10 @@ pytestmark = pytest.mark.full
     [
         (["studies.corpus", "--out", "file"], "--out 'file': 'file' is not a folder"),
         (["studies.overview", "--results", "none"], "none has no records of these studies"),
-        (["studies.gain_law", "--results", "none"], "none has no records of these studies"),
-        (["studies.in_time", "--study", "none"], "there is no study 'none'"),
+        pytest.param(
+            ["studies.gain_law", "--results", "none"], "none has no records of these studies", marks=pytest.mark.slow
+        ),
+        pytest.param(["studies.in_time", "--study", "none"], "there is no study 'none'", marks=pytest.mark.slow),
         (["step", "--config", "none"], "none: no such config file"),
     ],
     ids=lambda value: value[0] if isinstance(value, list) else "",
