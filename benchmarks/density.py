@@ -261,8 +261,8 @@ def table(rows: Sequence[Row]) -> str:
     """Return the rows as a table of Markdown."""
     head = [
         "ZeRO", "Gbit/s", "weights", "step, ms (middle half)", "plain DeepSpeed, ms", "speed-up",
-        "tokens per s", "optimizer, ms", "on the wire, MB", "by the logger, MB", "states, MB", "gradients, MB", "held, MB", "save, s",
-        "save, MB",
+        "tokens per s", "optimizer, ms", "on the wire, MB", "by the logger, MB", "states, MB", "gradients, MB",
+        "held, MB", "save, s", "save, MB",
     ]  # fmt: skip
     lines = [
         [

@@ -107,7 +107,7 @@ def densities(experiment: Experiment, sparse: Sequence[Matrix], sparsity: float)
     }
 
 
-@lru_cache(maxsize=512)  # a plan repeats those of the forecast
+@lru_cache(maxsize=4096)  # a plan repeats those of the forecast, with several sizes of blocks
 def _counts(shapes: tuple[tuple[int, ...], ...], sparsity: float, distribution: str) -> tuple[int, ...]:
     return tuple(active_counts(shapes, sparsity, distribution)) if shapes else ()
 

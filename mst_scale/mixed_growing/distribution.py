@@ -17,6 +17,7 @@ never takes a weight from any layer. Every layer keeps at least one weight if S 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
@@ -47,12 +48,14 @@ def active_counts(shapes: Sequence[Shape], sparsity: float, kind: str = "erdos-r
     for shape in shapes:
         if len(shape) < 2:
             raise UserError(f"mst.targets: a vector of shape {tuple(shape)} cannot be sparse: exclude it")
-    sizes = [math.prod(shape) for shape in shapes]
-    ideal = _shares(sizes, [RAW_MASS[kind](tuple(shape)) for shape in shapes], sparsity)
-    return [
-        size if share == size else max(1, math.floor(share + Fraction(1, 2)))
-        for size, share in zip(sizes, ideal, strict=True)
-    ]
+    layers = Counter(tuple(shape) for shape in shapes)
+    sizes = [math.prod(shape) for shape in layers]
+    ideal = _shares(sizes, [RAW_MASS[kind](shape) for shape in layers], list(layers.values()), sparsity)
+    counts = {
+        shape: size if share == size else max(1, math.floor(share + Fraction(1, 2)))
+        for shape, size, share in zip(layers, sizes, ideal, strict=True)
+    }
+    return [counts[tuple(shape)] for shape in shapes]
 
 
 def kept_channels(size: int, sparsity: float) -> int:
@@ -61,20 +64,23 @@ def kept_channels(size: int, sparsity: float) -> int:
     return step * max(1, math.floor((1 - Fraction(sparsity)) * size / step + Fraction(1, 2)))
 
 
-def _shares(sizes: Sequence[int], mass: Sequence[int], sparsity: float) -> list[Fraction]:
-    """Return the exact share of each layer: min(n_l, ε·mass_l), with ε such that they sum to (1 − S)·Σ n_l."""
-    budget = (1 - Fraction(sparsity)) * sum(sizes)
+def _shares(sizes: Sequence[int], mass: Sequence[int], times: Sequence[int], sparsity: float) -> list[Fraction]:
+    """Return the exact share of a layer of each shape: min(n_l, ε·mass_l), with ε such that Σ = (1 − S)·Σ n_l.
+
+    The model has `times` layers of each shape.
+    """
+    budget = (1 - Fraction(sparsity)) * sum(n * size for n, size in zip(times, sizes, strict=True))
     sparse = [layer for layer, size in enumerate(sizes) if size > 0]
     shares = [Fraction(size) for size in sizes]
     while sparse:
-        rate = budget / sum(mass[layer] for layer in sparse)
+        rate = budget / sum(times[layer] * mass[layer] for layer in sparse)
         full = [layer for layer in sparse if rate * mass[layer] >= sizes[layer]]
         if not full:
             for layer in sparse:
                 shares[layer] = rate * mass[layer]
             break
         # dense layers leave more budget to the others, so the rate only rises and dense layers stay dense
-        budget -= sum(sizes[layer] for layer in full)
+        budget -= sum(times[layer] * sizes[layer] for layer in full)
         sparse = [layer for layer in sparse if rate * mass[layer] < sizes[layer]]
     return shares
 

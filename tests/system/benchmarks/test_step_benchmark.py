@@ -103,6 +103,7 @@ def test_how_it_is_shown(found):
     assert text.count("| ultra |") >= 4 and "(computed)" in text and "`mst_all_reduce`" in text
 
 
+@pytest.mark.slow
 def test_under_the_deepspeed_launcher(tmp_path):
     config = tiny_run.config(tmp_path, **BLOCKS)
     command = [

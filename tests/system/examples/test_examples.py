@@ -55,6 +55,7 @@ def test_own_loop(tmp_path):
         assert losses(text)[-1] < losses(text)[0] / 2
 
 
+@pytest.mark.slow
 def test_safe_training(tmp_path):
     undisturbed, killed = run("safe_training", tmp_path)
     assert "continuing" not in undisturbed and re.search(r"continuing from step (10|20|30)\n", killed)

@@ -220,7 +220,7 @@ def test_jobs_go_on_through_preemption_time_limit_and_failure_until_they_are_fin
     assert not list(tmp_path.rglob("hostile")), "no shell has read the names"
 
 
-@pytest.mark.parametrize("starter", ["srun", "deepspeed"])
+@pytest.mark.parametrize("starter", ["srun", pytest.param("deepspeed", marks=pytest.mark.slow)])
 def test_a_job_that_begins_with_the_doctor(cluster, tmp_path, starter):
     job = submit(cluster, tmp_path / starter, starter, "--doctor", steps=10)
     wait(lambda: state(cluster, job.number) == "" and job.log.exists(), "it did not end", job.log)
@@ -265,6 +265,7 @@ def out_of_time(cluster, job: Job) -> None:
     assert [start["from_step"] for start in starts[1:]] == [start["last_step"] for start in starts[:-1]]
 
 
+@pytest.mark.slow
 def test_phases_on_their_own_number_of_nodes(cluster, tmp_path):
     """4 → 2 → 4 ranks, compact while sparse, by one command: weights of the run on 4 ranks within rounding."""
     mst = {
@@ -298,6 +299,7 @@ def test_phases_on_their_own_number_of_nodes(cluster, tmp_path):
         torch.testing.assert_close(ours.read(name), theirs.read(name), rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_an_elastic_job_goes_on_without_a_node_and_with_it_again(cluster, tmp_path):
     """Two nodes; one dies with its daemon and its rank. Asked to save and requeue, the job gets both again."""
     made, out, log = config(tmp_path), tmp_path / "out", tmp_path / "log"

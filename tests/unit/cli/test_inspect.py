@@ -45,6 +45,8 @@ def test_a_dense_checkpoint(tmp_path, capsys):
     assert main(["masks", str(folder), str(tmp_path / "m.safetensors")]) == 2
     assert "has no masks: it was trained without sparsity" in capsys.readouterr().err
     assert not (tmp_path / "m.safetensors").exists()
+    assert main(["masks", str(folder), str(tmp_path / "m.npz")]) == 2
+    assert f"name OUT {tmp_path / 'm.safetensors'}" in capsys.readouterr().err
 
 
 def test_bad_input_is_one_line_and_damage_is_not_a_usage_error(tmp_path, capsys):

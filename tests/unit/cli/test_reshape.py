@@ -16,7 +16,7 @@ from tests.ranks.checkpoints.test_mask_report import sealed
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
     """A checkpoint of masks; what DeepSpeed converts is left out (tests/ranks/checkpoints/test_reshape.py has it)."""
-    monkeypatch.setattr(module.universal, "convert", lambda source, draft: (draft / "weights.pt").write_text("w"))
+    monkeypatch.setattr(module.universal, "convert", lambda source, draft, compact: (draft / "weights.pt").write_text("w"))
     return sealed(tmp_path / "step00000040", whole(1))
 
 
@@ -61,7 +61,7 @@ def test_bad_input_is_one_line_and_exit_2(folder, tmp_path, capsys):
 
 
 def test_a_conversion_that_fails_leaves_nothing(folder, monkeypatch, capsys):
-    def full(source, draft):
+    def full(source, draft, compact):
         (draft / "half.pt").write_text("w")
         raise OSError("No space left on device")
 
@@ -84,7 +84,7 @@ def test_a_copy_on_a_disk_that_cannot_be_written_is_used(folder, monkeypatch):
 def test_two_processes_at_a_time_create_one_copy(folder, monkeypatch):
     converted = []
 
-    def slow(source, draft):
+    def slow(source, draft, compact):
         converted.append(draft)
         time.sleep(0.3)
         (draft / "weights.pt").write_text("w")
