@@ -16,7 +16,7 @@ from tests.ranks.checkpoints.test_mask_report import sealed
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
     """A checkpoint of masks; what DeepSpeed converts is left out (tests/ranks/checkpoints/test_reshape.py has it)."""
-    monkeypatch.setattr(module.universal, "convert", lambda source, draft, compact: (draft / "weights.pt").write_text("w"))
+    monkeypatch.setattr(module.universal, "convert", lambda _, draft, __: (draft / "weights.pt").write_text("w"))
     return sealed(tmp_path / "step00000040", whole(1))
 
 
