@@ -50,6 +50,11 @@ def has_copy(checkpoint: Path) -> bool:
         return False
 
 
+def is_universal(checkpoint: Path) -> bool:
+    """Return whether a checkpoint has DeepSpeed's universal layout, which any number of ranks can load."""
+    return (checkpoint / "zero").is_dir()
+
+
 def identity_of(checkpoint: Path) -> str:
     """Return a digest that changes when a checkpoint is saved again.
 
@@ -65,13 +70,14 @@ def identity_of(checkpoint: Path) -> str:
 
 
 def remove_outdated(checkpoint: Path, keep: Collection[str] = ()) -> None:
-    """Remove what a checkpoint would keep of an earlier save under its tag: the copy, masks, and files of other ranks.
+    """Remove what a checkpoint would keep of an earlier save under its tag: copies, masks, and files of other ranks.
 
     Args:
         checkpoint: the folder.
         keep: names of files that stay.
     """
     shutil.rmtree(checkpoint / UNIVERSAL, ignore_errors=True)
+    shutil.rmtree(checkpoint / "zero", ignore_errors=True)  # of the dense form
     for pattern in ("*_states.pt", "mst/*", "transformers_config.json"):
         for path in checkpoint.glob(pattern):
             if str(path.relative_to(checkpoint)) not in keep:

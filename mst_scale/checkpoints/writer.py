@@ -176,6 +176,8 @@ def _complete(job: Job, draft: Path, final: Path, files: dict[str, Any], more: d
         os.rename(draft, final)
     if job.latest:
         write_atomically(final.parent / "latest", final.name)
+        if more.get("universal"):
+            write_atomically(final.parent / "latest_universal", final.name)
 
 
 class MemoryWriter:

@@ -334,7 +334,7 @@ class TrainingConfig:
         default="dense",
         description="Form of checkpoints with `mst.compute.compact`: `dense` saves whole matrices in DeepSpeed's "
         "universal layout, which any layout can load, with or without compact storage; `compact` saves only active "
-        "weights.",
+        "weights. In your own loop and with Trainer, checkpoints have the dense form only if the config sets it.",
         json_schema_extra=NO_EFFECT,
     )
     histogram_every: Interval = Field(

@@ -23,7 +23,7 @@ from mst_scale.compiled.first_use import announced
 from mst_scale.config import RECIPES, Experiment, MSTConfig, describe_unread, load, overridden_in_recipe, read, states
 from mst_scale.config.parallel import KEYS, check_pipeline, sizes_of
 from mst_scale.config.support import check_supported, precision_of
-from mst_scale.engine.checkpoint_calls import reshape_on_load, save_in_background
+from mst_scale.engine.checkpoint_calls import reshape_on_load, save_dense_form, save_in_background
 from mst_scale.engine.compaction import make_compact
 from mst_scale.engine.sequences import cut_sequences
 from mst_scale.engine.sparse_training import SparseTraining
@@ -37,7 +37,7 @@ from mst_scale.sparse_linear.layers import remove_products
 zero_shards.check_versions()
 _deepspeeds_own = deepspeed.initialize  # before anybody puts another in its place (integrations.integrate)
 
-READ = ("steps", "seed", "async_save", "reshape_on_load")  # of the block `training`
+READ = ("steps", "seed", "async_save", "reshape_on_load", "checkpoint_form")  # of the block `training`
 FIRST = ("args", "model", "optimizer", "model_parameters")
 Parameters = Iterable[torch.nn.Parameter] | Iterable[dict[str, Any]]
 
@@ -99,11 +99,21 @@ def initialize(
     if own_loop:
         experiment = with_durations(experiment, source, engine, weights)
     training = _attach(engine, experiment, own_loop)
-    if own_loop and states(source, "training", "async_save") and experiment.training.async_save:
-        training.saves = save_in_background(engine)
+    if own_loop:
+        _change_saves(engine, training, experiment, source)
     if own_loop and experiment.training.reshape_on_load:
         reshape_on_load(engine)
     return engine, made, loader, scheduler
+
+
+def _change_saves(engine: Engine, training: SparseTraining, experiment: Experiment, source: Any) -> None:
+    """Let `engine.save_checkpoint` do what the config sets; what it leaves out is as in DeepSpeed."""
+    form = experiment.training.checkpoint_form if states(source, "training", "checkpoint_form") else "compact"
+    dense = form == "dense" and zero_shards.is_compact(engine.module)
+    if states(source, "training", "async_save") and experiment.training.async_save:
+        training.saves = save_in_background(engine, dense)
+    if dense and training.saves is None:
+        save_dense_form(engine)
 
 
 def _merge(

@@ -6,6 +6,9 @@ renamed, and `latest` names it. A save or load that comes before that waits, and
 that fails is logged, and the next one blocks: it raises if it fails too. Otherwise a loop might remove the last
 complete checkpoint to make room for ones that do not exist.
 
+`training.checkpoint_form` "dense": a checkpoint of compact storage is turned into the dense form before `latest` names
+it, which DeepSpeed loads without mst_scale ({"checkpoint": {"load_universal": true}}).
+
 `training.reshape_on_load`: a load of a checkpoint of another number of ranks needs the copy that `mst reshape` makes.
 The first rank makes it, inside the checkpoint, while the others wait. `mst_scale.pretrain` does the same without this
 key.
@@ -18,6 +21,7 @@ import re
 import shutil
 import weakref
 from collections.abc import Callable
+from functools import partial
 from multiprocessing import util
 from pathlib import Path
 from typing import Any
@@ -26,21 +30,30 @@ import torch.distributed as dist
 
 from mst_scale import zero_shards
 from mst_scale.checkpoints.background import WITHOUT_COPY, BackgroundSaves
-from mst_scale.checkpoints.reshape import reshape
+from mst_scale.checkpoints.reshape import make_dense, reshape
 from mst_scale.comm import FailedElsewhere, Ranks, logger, new_group
 from mst_scale.comm.own_loops import BEFORE_OTHERS
-from mst_scale.files import PARTIAL
+from mst_scale.files import PARTIAL, write_atomically
 from mst_scale.snapshot import Snapshot
 
 _swept: set[Path] = set()  # by any engine of this program: another one's save may be under way
 
 
-def save_in_background(engine: Any) -> BackgroundSaves | None:
-    """Change `engine.save_checkpoint`; return the background saves, or None if this engine's saves must block."""
+def save_in_background(engine: Any, dense: bool) -> BackgroundSaves | None:
+    """Change `engine.save_checkpoint` so that files are written in the background.
+
+    Args:
+        engine: The engine.
+        dense: Whether compact storage is turned into the dense form.
+
+    Returns:
+        The background saves; None if this engine's saves must block.
+    """
     if (why := zero_shards.blocking_reason(engine)) is not None:
         logger.info("engine.save_checkpoint waits until a checkpoint is written: %s", why)
         return None
     saves = BackgroundSaves(_all_ranks("saves"))
+    blocking = partial(_save_dense, engine, saves.ranks) if dense else _save
 
     def save_checkpoint(save: Callable[..., Any], given: dict[str, Any]) -> Any:
         saves.finish()
@@ -51,7 +64,7 @@ def save_in_background(engine: Any) -> BackgroundSaves | None:
         if before is not None:
             if saves.ranks.first:
                 logger.error("step %d was not saved (%s): this save blocks", before.step, before.error)
-            return save(**given)
+            return blocking(save, given)
         tag = f"global_step{engine.global_steps}" if given.get("tag") is None else str(given["tag"])
 
         def take(snapshot: Snapshot, draft: Path) -> None:
@@ -63,11 +76,11 @@ def save_in_background(engine: Any) -> BackgroundSaves | None:
 
         final, latest = folder / tag, bool(given.get("save_latest", True))
         try:
-            saves.start(take, final, step=engine.global_steps, about=None, latest=latest)
+            saves.start(take, final, step=engine.global_steps, about=None, dense=dense, latest=latest)
         except (OSError, FailedElsewhere) as error:
             if isinstance(error, OSError):
                 logger.error("%s %s", error, WITHOUT_COPY)  # warnings of other ranks than the first are not shown
-            return save(**given)
+            return blocking(save, given)
         return True
 
     def load_checkpoint(load: Callable[..., Any], given: dict[str, Any]) -> Any:
@@ -79,6 +92,33 @@ def save_in_background(engine: Any) -> BackgroundSaves | None:
     finish = weakref.finalize(engine, _at_exit, saves)  # when the engine is freed, or at the end of the program
     util.Finalize(None, finish, exitpriority=BEFORE_OTHERS)  # the end of a forked process runs only these
     return saves
+
+
+def save_dense_form(engine: Any) -> None:
+    """Let `engine.save_checkpoint` turn compact storage into the dense form, on the first rank."""
+    zero_shards.replace_method(engine, "save_checkpoint", partial(_save_dense, engine, _all_ranks("dense form")))
+
+
+def _save(save: Callable[..., Any], given: dict[str, Any]) -> Any:
+    return save(**given)
+
+
+def _save_dense(engine: Any, ranks: Ranks, save: Callable[..., Any], given: dict[str, Any]) -> bool:
+    folder, latest = Path(given["save_dir"]), bool(given.get("save_latest", True))
+    tag = f"global_step{engine.global_steps}" if given.get("tag") is None else str(given["tag"])
+
+    def write() -> None:
+        with zero_shards.errors_after_saving(engine):
+            save(**{**given, "tag": tag, "save_latest": False})
+
+    def convert() -> None:
+        names = ["latest", "latest_universal"] if make_dense(folder / tag) else ["latest"]
+        for name in names if latest else []:
+            write_atomically(folder / name, tag)
+
+    ranks.agree(write)
+    ranks.on_first(convert, long=True)
+    return True
 
 
 def _sweep(folder: Path) -> None:

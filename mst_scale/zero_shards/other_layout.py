@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from mst_scale.checkpoint_folders import UNIVERSAL, has_copy
+from mst_scale.checkpoint_folders import UNIVERSAL, has_copy, is_universal
 from mst_scale.comm import logger
 from mst_scale.errors import UserError
 from mst_scale.zero_shards.compact_files import other_storage
@@ -51,7 +51,9 @@ def checkpoint_to_reshape(engine: Any, load_dir: Path, tag: Any) -> tuple[Path, 
 def fitting(engine: Any, load_dir: Path, tag: Any) -> Path | None:
     """Return the checkpoint that a call would load from its own files; None if there is none, or it does not fit."""
     folder = _folder(load_dir, tag)
-    return folder if folder is not None and _misfit(folder, engine) is None else None
+    if folder is None or is_universal(folder) or _misfit(folder, engine) is not None:
+        return None
+    return folder
 
 
 @contextmanager
@@ -83,6 +85,8 @@ def missing(load_dir: Path, tag: Any) -> str | None:
 
 
 def _misfit(folder: Path, engine: Any) -> str | None:
+    if is_universal(folder):
+        return None
     if (why := other_storage(folder, is_compact(engine.module))) is not None:
         return why
     parts, pipeline = tensor_slices(engine) * stage_count(engine), stage_count(engine) > 1

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from mst_scale.checkpoint_folders import remove_outdated, tag_in
+from mst_scale.checkpoint_folders import is_universal, remove_outdated, tag_in
 from mst_scale.errors import UserError
 from mst_scale.snapshot import SUPPORTED as snapshot_supported
 from mst_scale.snapshot import Snapshot, taking
@@ -289,6 +289,10 @@ def fit_universal_checkpoints(engine: Any) -> None:
     def load_checkpoint(load: Callable[..., Any], given: Given) -> Any:
         keeps_states = given.get("load_optimizer_states", True)
         if not engine.load_universal_checkpoint():
+            wanted = _tag_of(engine, given)
+            if wanted is not None and is_universal(Path(given["load_dir"]) / wanted):
+                with layout_read(engine, universal=True):
+                    return load_checkpoint(load, {**given, "tag": wanted})
             copy = copy_of(engine, Path(given["load_dir"]), given.get("tag"))
             if copy is not None:
                 with layout_read(engine, universal=True):

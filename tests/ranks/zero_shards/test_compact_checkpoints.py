@@ -148,6 +148,40 @@ def test_a_warm_start_takes_the_weights_of_either_storage(kind, stage, weights_o
     assert differences([compact], [dense]) == []
 
 
+def saved_dense(rank, world, stage, in_background, folder):
+    config = constant_config(stage, world, "auto", policy="rigl")
+    config["training"] |= {"checkpoint_form": "dense", "async_save": in_background}
+    engine = started(config)
+    train(engine, rank, world, FIRST)
+    engine.save_checkpoint(folder, tag="half")
+    found = {**whole_state(engine), **continued(engine, rank, world)}
+    engine.mst.finish_save()
+    return found
+
+
+def resumed_from_latest(rank, world, stage, kind, folder):
+    engine = started(constant_config(stage, world, kind, policy="rigl"))
+    train(engine, rank, world, 4)  # over other masks
+    path, _ = engine.load_checkpoint(folder)
+    assert path is not None
+    return {**whole_state(engine), **continued(engine, rank, world)}
+
+
+@pytest.mark.parametrize(("stage", "in_background"), [(0, False), (1, True), (2, False), (3, False)])
+def test_own_loops_save_the_dense_form_if_the_config_says_so(stage, in_background, tmp_path):
+    """Any layout and either storage load it by `latest` alone; the next save of the tag has the compact form again."""
+    folder, half = str(tmp_path), tmp_path / "half"
+    once = pool.run(saved_dense, 2, stage, in_background, folder)[0]
+    assert (half / "zero").is_dir() and not [*half.glob("*_optim_states.pt"), *half.glob("mst/compact*")]
+    assert (tmp_path / "latest").read_text() == (tmp_path / "latest_universal").read_text() == "half"
+    assert differences([pool.run(resumed_from_latest, 2, stage, "auto", folder)[0]], [once]) == []
+    elsewhere = pool.run(resumed_from_latest, 1, 2, "off", folder)[0]
+    at_load = {key: value for key, value in elsewhere.items() if not key.startswith("later") and key != "losses"}
+    assert differences([at_load], [{key: once[key] for key in at_load}]) == []
+    pool.run(saved, 2, stage, "auto", folder)
+    assert not (half / "zero").exists() and (half / "mst" / "compact.safetensors").is_file()
+
+
 # --- state dicts, copies, second derivatives ---
 
 
