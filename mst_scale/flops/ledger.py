@@ -99,7 +99,9 @@ def densities(experiment: Experiment, sparse: Sequence[Matrix], sparsity: float)
         model = experiment.model
         sizes = {m.name: model.n_embd // model.n_head if ".attention." in m.name else model.ffw for m in sparse}
         return {name: kept_channels(size, sparsity) / size for name, size in sizes.items()}
-    grids = [grid_of((m.outputs, m.inputs), experiment.mst.topology) for m in sparse]
+    shapes = [(m.outputs, m.inputs) for m in sparse]
+    grid_by_shape = {shape: grid_of(shape, experiment.mst.topology) for shape in dict.fromkeys(shapes)}
+    grids = [grid_by_shape[shape] for shape in shapes]
     counts = _counts(tuple(grid.shape for grid in grids), sparsity, experiment.mst.sparsity.distribution)
     return {
         matrix.name: max(count, grid.least) / (grid.shape[0] * grid.shape[1])

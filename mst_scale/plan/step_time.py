@@ -26,7 +26,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cache, partial
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from mst_scale.config import Experiment, ModelConfig
 from mst_scale.flops.formulas import Flops, forward_flops
@@ -91,35 +91,56 @@ def step_seconds(
 ) -> Seconds:
     """Estimate a dense step; with `busy`, a step of the run whose stages are busy for that long."""
     s = s if busy else s.dense
-    model, gpu, e = experiment.model, machine.gpu, machine.efficiency
-    of = busy or partial(_dense_busy, model, s, machine)
+    of = busy or partial(_dense_busy, experiment.model, s, machine)
     products, attention, elementwise = max((of(stage) for stage in ends(s)), key=sum)
+    rest = _rest(experiment.model, s, machine)
+    compute = products + attention + elementwise
+    hidden = min(rest.during, compute * 2 / 3) if s.overlap else 0.0
+    communication = rest.during + rest.behind + rest.sharing
+    return Seconds(
+        products=products,
+        attention=attention,
+        elementwise=elementwise,
+        optimizer=rest.optimizer,
+        host=rest.host,
+        communication=communication,
+        exposed=communication - hidden,
+        sharing=rest.sharing,
+        bubble=(s.pipeline - 1) / s.accumulation * (compute + rest.sharing),
+    )
+
+
+class _Rest(NamedTuple):
+    """Seconds of a step that do not depend on its densities: communication `during` micro-batches can be hidden."""
+
+    optimizer: float
+    host: float
+    during: float
+    behind: float
+    sharing: float
+
+
+@cache
+def _rest(model: ModelConfig, s: Setting, machine: Machine) -> _Rest:
+    gpu, e = machine.gpu, machine.efficiency
     found = held(model, s)
-    weights = sum(p.numel for p in found)
-    part = weights if s.stage == 0 else sum(partition(found, s.shards))
+    part = sum(p.numel for p in found) if s.stage == 0 else sum(partition(found, s.shards))
     host = 0.0
     if s.offload_optimizer:
         host = 2 * s.weight_bytes * part / gpu.pcie + HOST_BYTES * part / (gpu.host_bandwidth * e.host)
     if s.offload_parameters:
         host += 2 * s.accumulation * s.weight_bytes * part / gpu.pcie
     during, behind = _zero_seconds(model, s, machine)
-    sharing = s.accumulation * sum(sharing_seconds(model, s, machine).values())
-    compute = products + attention + elementwise
-    hidden = min(during, compute * 2 / 3) if s.overlap else 0.0
-    behind += seconds(tied_ends(model, s), *_group("pipeline", s), machine)
-    return Seconds(
-        products=products,
-        attention=attention,
-        elementwise=elementwise,
+    return _Rest(
         optimizer=0.0 if s.offload_optimizer else OPTIMIZER_BYTES * part / (gpu.bandwidth * e.memory),
         host=host,
-        communication=during + behind + sharing,
-        exposed=during + behind + sharing - hidden,
-        sharing=sharing,
-        bubble=(s.pipeline - 1) / s.accumulation * (compute + sharing),
+        during=during,
+        behind=behind + seconds(tied_ends(model, s), *_group("pipeline", s), machine),
+        sharing=s.accumulation * sum(sharing_seconds(model, s, machine).values()),
     )
 
 
+@cache
 def _dense_busy(model: ModelConfig, s: Setting, machine: Machine, stage: int) -> Busy:
     """Return the compute of a dense step on the ranks of a stage."""
     gpu, e = machine.gpu, machine.efficiency
@@ -260,6 +281,7 @@ def mean_step_seconds(
     return total / steps
 
 
+@cache
 def _expanded(model: ModelConfig, s: Setting, stage: int) -> float:
     """Return the bytes that a micro-batch moves to expand compact layers, in each pass, and to collect gradients."""
     total = 0.0
@@ -278,21 +300,26 @@ def _skipping(
         return
     model, side = experiment.model, side_of(experiment)
     tokens = s.micro * model.seq_length // s.sequence
-    found: Counter[tuple[Linear, bool]] = Counter()
-    for p in held(model, s, stage):
-        active = density.get(p.name, 1.0)
-        block = p.name.startswith("blocks.")
-        computed = block or share(model, s, stage).head  # only the last stage multiplies by a tied embedding
-        if computed and skips(experiment, s.precision, p.shape, 1 - active):
-            each = tokens if block else tokens * model.predicted // model.seq_length
-            layer = Linear(p.shape[0], p.shape[1], each, side, active, s.precision, s.weight_bytes)
-            found[layer, block] += s.accumulation
-    for (layer, block), times in found.items():
+    alike = Counter((shape, block, density.get(name, 1.0)) for name, shape, block in _computed(model, s, stage))
+    for (shape, block, active), layers in alike.items():
+        if not skips(experiment, s.precision, shape, 1 - active):
+            continue
+        each = tokens if block else tokens * model.predicted // model.seq_length
+        layer = Linear(shape[0], shape[1], each, side, active, s.precision, s.weight_bytes)
+        times = layers * s.accumulation
         forwards = 2 * times if block and s.recompute else times
         if in_channels(experiment):
             yield layer, narrow, forwards + 2 * times
         else:
             yield from ((layer, forward, forwards), (layer, input_gradient, times), (layer, weight_gradient, times))
+
+
+@cache
+def _computed(model: ModelConfig, s: Setting, stage: int) -> list[tuple[str, tuple[int, ...], bool]]:
+    """Return the parameters that a stage multiplies by: name, shape, and whether it belongs to a block."""
+    head = share(model, s, stage).head  # only the last stage multiplies by a tied embedding
+    blocks = [(p, p.name.startswith("blocks.")) for p in held(model, s, stage)]
+    return [(p.name, p.shape, of_block) for p, of_block in blocks if of_block or head]
 
 
 @dataclass(frozen=True)

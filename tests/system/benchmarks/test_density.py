@@ -25,7 +25,8 @@ def namespaces():
 
 
 @pytest.mark.usefixtures("namespaces")
-@pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.slow), 3])
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [1, 3])
 def test_what_a_rank_keeps_sends_and_saves_follows_the_density(stage, capfd):
     words = ["--stages", str(stage), "--rates", "0", "--layers", "1", "--tokens", "8", "--steps", "1", "--json"]
     assert cli.main(["bench", "density", *words]) == 0

@@ -80,7 +80,7 @@ def test_the_page_has_both_sides_and_a_book_is_read_again(tmp_path):
     json.dumps(rows)
 
 
-@pytest.mark.full
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", ["rank killed", "divergence"])
 @pytest.mark.parametrize("side", segment.SIDES)
 def test_a_job_gets_through(tmp_path, side, fault):

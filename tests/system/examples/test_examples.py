@@ -62,6 +62,7 @@ def test_safe_training(tmp_path):
     assert losses(killed)[-1] == losses(undisturbed)[-1] < losses(undisturbed)[0] / 2 and "step 60:" in killed
 
 
+@pytest.mark.slow
 def test_transformers_model(tmp_path):
     for text in run("transformers_model", tmp_path):
         assert "96% sparse" in text and re.search(r"back at .*global_step20.*: step 20, 96% sparse", text)
@@ -72,6 +73,7 @@ def test_growth_policy(tmp_path):
     assert "80% sparse" in text and losses(text)[-1] < losses(text)[0]
 
 
+@pytest.mark.slow
 def test_lora(tmp_path):
     own, trainer = run("lora", tmp_path)
     for text in (own, trainer):
@@ -118,6 +120,7 @@ def test_options_of_trainer_are_passed_on(tmp_path):
         assert f"train/mst/{number}".encode() in written, number
 
 
+@pytest.mark.slow
 def test_accelerate_loop(tmp_path):
     (text,) = run("accelerate_loop", tmp_path)
     assert "sparsity 80%" in text and "0% sparse at the end" in text

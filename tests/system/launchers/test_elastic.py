@@ -140,6 +140,7 @@ def disturb(module):
 """
 
 
+@pytest.mark.slow
 def test_a_place_that_computes_wrong_values_again_is_left_out(tmp_path):
     """Verification names rank 1 of two in two starts, and the run finishes with one."""
     out, site = tmp_path / "out", tmp_path / "site"
@@ -173,6 +174,7 @@ def agent(name: str, made: Path, out: Path, port: int) -> subprocess.Popen[bytes
     return subprocess.Popen(command, env=tiny_run.environment(**AGENT), stdout=log, stderr=subprocess.STDOUT)
 
 
+@pytest.mark.slow
 def test_agents_come_and_go(tmp_path):
     """A second agent comes, ends in order, comes again, and is killed with its rank. No saved step is lost."""
     out, made, port = tmp_path / "out", config(tmp_path, mst=MST), tiny_run.free_port()
