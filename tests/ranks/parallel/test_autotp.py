@@ -110,7 +110,15 @@ def test_masks_of_blocks_are_the_same():
 # --- with gradients of its own ---
 
 
-@pytest.mark.parametrize(("stage", "tied"), [(0, True), (1, False), (2, True), (3, False)])
+@pytest.mark.parametrize(
+    ("stage", "tied"),
+    [
+        (0, True),
+        pytest.param(1, False, marks=pytest.mark.slow),
+        pytest.param(2, True, marks=pytest.mark.slow),
+        (3, False),
+    ],
+)
 def test_losses_and_norms_are_those_of_one_rank(stage: int, tied: bool):
     """Up to rounding: sums are taken in another order."""
     how = Recipe(steps=30, of=40, model={"tie_word_embeddings": tied}, mst={"targets": {"lm_head": True}})

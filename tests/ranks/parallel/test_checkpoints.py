@@ -146,7 +146,7 @@ def config_of(layout: Layout) -> dict[str, Any]:
         (Layout(tensor=2, data=2, stage=2), Layout(stage=1)),
         (Layout(stage=1), Layout(tensor=2, pipeline=2, stage=1)),
         (Layout(pipeline=2, stage=1), Layout(tensor=2, data=2, stage=3)),
-        (Layout(pipeline=2, stage=1), Layout(data=2, stage=2)),
+        pytest.param(Layout(pipeline=2, stage=1), Layout(data=2, stage=2), marks=pytest.mark.slow),
     ],
     ids=str,
 )
