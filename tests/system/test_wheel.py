@@ -138,6 +138,7 @@ assert cli.main(["bench", "linear", "--tune", "--dtype", "float32", "--seconds",
 """
 
 
+@pytest.mark.slow
 def test_its_benchmarks_measure_and_keep_what_they_tune_in_the_users_cache(installed):
     before = sorted(installed.site.rglob("*"))
     found, *_, last = installed.python("-c", BENCHMARKS).splitlines()

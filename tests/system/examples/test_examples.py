@@ -101,6 +101,7 @@ def test_a_policy_of_a_known_name_is_rejected():
         register(Policy("rigl", random_share=0.5))
 
 
+@pytest.mark.slow
 def test_trainer(tmp_path):
     text, report = run("trainer", tmp_path)
     out = tmp_path / "runs" / "trainer"

@@ -182,6 +182,7 @@ def test_a_hostile_hostfile_is_refused_by_line(tmp_path, line):
     assert text.endswith(f", line 2: write NAME slots=NUMBER, not '{line}'\n") and len(text.splitlines()) == 1
 
 
+@pytest.mark.slow
 def test_a_sweep_trains_every_run_once_and_shows_the_table(tmp_path):
     words = ["--methods", "dense", "--seeds", "1,2", "--with-option", "--processes", "--with-option", "1"]
     words += [str(config(tmp_path)), "--steps", "2"]

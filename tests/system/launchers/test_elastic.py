@@ -50,7 +50,8 @@ def wait_for_training(out: Path, child: subprocess.Popen, count: int) -> dict:
 # --- mst launch local ---
 
 
-@pytest.mark.parametrize("numbers", [[2, 1, 4], pytest.param([2, *[1, 3, 2, 4, 2] * 4], marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("numbers", [[2, 1, 4, 2], [2, *[1, 3, 2, 4, 2] * 4]])
 def test_changes_end_like_an_undisturbed_run(tmp_path, numbers):
     """1 to 4 ranks, masks and all: every step is taken once, on the same batch, at the same rate and sparsity.
 

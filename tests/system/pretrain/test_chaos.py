@@ -34,7 +34,7 @@ def test_the_fixed_faults_are_thirty_of_all_kinds():
     "case",
     [
         *(pytest.param(case, marks=[] if str(case) in OFTEN else [pytest.mark.slow]) for case in FIXED),
-        case_of("2:2:method=compact", 3, seed=8),
+        pytest.param(case_of("2:2:method=compact", 6, seed=8), marks=pytest.mark.slow),
         *(
             pytest.param(case_of(words, 20, seed=1), marks=pytest.mark.slow)
             for words in f"{chaos.CASES},{chaos.COMPACT}".split(",")
@@ -63,7 +63,8 @@ def of_one_writer(rank: int) -> None:
         os.environ.pop("FAULTY_BOUNDARY", None)
 
 
-@pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.slow), 1])
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", [0, 1])
 def test_a_save_is_killed_once_at_every_boundary_of_a_file(tmp_path, peace, rank):
     """Before each file that is begun, and before and after each rename, until a save has no more of them."""
     folder, control = tmp_path / "run", tmp_path / "control"
