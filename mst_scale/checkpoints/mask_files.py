@@ -29,6 +29,7 @@ import torch
 from pydantic import TypeAdapter, ValidationError
 
 from mst_scale import snapshot, tensor_files
+from mst_scale.checkpoint_folders import is_universal
 from mst_scale.checkpoints import manifests
 from mst_scale.checkpoints.mask_state import MaskState
 from mst_scale.comm import Damaged
@@ -236,7 +237,7 @@ def _with_masks(checkpoint: Path, state: Mapping[str, Any]) -> Path:
     DeepSpeed's ds_to_universal does not copy masks. Masks next to its copy, or in a folder above it, are recognized by
     their head.
     """
-    if (checkpoint / FOLDER).is_dir() or not (checkpoint / "zero").is_dir():
+    if (checkpoint / FOLDER).is_dir() or not is_universal(checkpoint):
         return checkpoint
     for folder in (checkpoint.parent, *sorted(checkpoint.parent.iterdir())):
         if not file_of(folder, 0).is_file():

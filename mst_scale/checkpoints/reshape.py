@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from mst_scale.checkpoint_folders import SOURCE, UNIVERSAL, has_copy, identity_of
+from mst_scale.checkpoint_folders import SOURCE, UNIVERSAL, has_copy, identity_of, is_universal
 from mst_scale.checkpoints import finding, manifests, mask_files, model_config
 from mst_scale.comm import logger
 from mst_scale.compiled.first_use import elapsed
@@ -165,7 +165,7 @@ def _target(path: Path, source: Path, out: Path | None) -> Path:
 def _check_source(source: Path, form: Form) -> None:
     manifest = manifests.head(source)
     here: Form = "compact" if compact_files.file_of(source).is_file() else "dense"
-    if ((manifest or {}).get("universal") or (source / "zero").is_dir()) and here == form:
+    if ((manifest or {}).get("universal") or is_universal(source)) and here == form:
         raise UserError(
             f"{source} is universal already, in the {form} form: any number of ranks and any ZeRO stage can load it"
         )

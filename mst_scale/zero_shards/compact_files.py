@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from mst_scale import snapshot, tensor_files
+from mst_scale.checkpoint_folders import is_universal
 from mst_scale.errors import Damaged, UserError
 from mst_scale.mixed_growing import packed_bits
 from mst_scale.mixed_growing.masks import LayerMask
@@ -47,7 +48,7 @@ def other_storage(checkpoint: Path, compact: bool) -> str | None:
 
     Either storage continues from a universal checkpoint.
     """
-    if (checkpoint / "zero").is_dir() or file_of(checkpoint).is_file() == compact:
+    if is_universal(checkpoint) or file_of(checkpoint).is_file() == compact:
         return None
     stored = {False: "whole matrices", True: "only active weights (mst.compute.compact)"}
     return f"{checkpoint} stores {stored[not compact]}, but this run's layers store {stored[compact]}"

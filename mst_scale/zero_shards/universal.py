@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 
+from mst_scale.checkpoint_folders import is_universal
 from mst_scale.errors import UserError
 from mst_scale.sparse_linear.compact_index import CompactIndex
 from mst_scale.zero_shards import safe_load
@@ -47,7 +48,7 @@ def convert(source: Path, draft: Path, compact: Mapping[str, CompactIndex] | Non
         The number of finished steps.
     """
     compact = compact or {}
-    if (source / "zero").is_dir():
+    if is_universal(source):
         return _convert_universal(source, draft, compact)
     files = [some[0] for some in model_files(source)]
     states = [opened(path) for path in files]

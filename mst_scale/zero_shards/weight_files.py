@@ -30,6 +30,7 @@ from typing import Any
 
 import torch
 
+from mst_scale.checkpoint_folders import is_universal
 from mst_scale.comm import Damaged
 from mst_scale.errors import UserError
 from mst_scale.mixed_growing import packed_bits
@@ -130,7 +131,7 @@ def weights_of(checkpoint: Path) -> Weights:
 
 def states_of(checkpoint: Path, keys: Iterable[str]) -> dict[str, Weights]:
     """Return the indexes of tensors with the layout of the weights: `FP32`, and optimizer states by their key."""
-    if (checkpoint / "zero").is_dir():
+    if is_universal(checkpoint):
         found = {key: _universal(checkpoint, key) for key in keys}
     else:
         found = _of_layout(checkpoint, keys)
