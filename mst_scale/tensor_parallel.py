@@ -161,7 +161,9 @@ def _all_reduce(x: torch.Tensor, group: Any) -> None:
     """Sum over ranks, in place: through DeepSpeed's backend, whose bytes are counted, if DeepSpeed is in use."""
     found = sys.modules.get("deepspeed.comm.comm")
     backend = None if found is None or torch.compiler.is_compiling() else found.cdb
-    (dist if backend is None else backend).all_reduce(x, group=group)
+    if backend is None or not backend.is_initialized():  # it outlives a process group that was destroyed
+        backend = dist
+    backend.all_reduce(x, group=group)
 
 
 class Copied(torch.autograd.Function):

@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from mst_scale import zero_shards
 from mst_scale.mixed_growing.masks import assemble, sha256
+from tests.support.by_value import gathered
 
 
 def step(engine: Any, batches: Sequence[Sequence[torch.Tensor] | dict[str, torch.Tensor]]) -> float:
@@ -31,8 +32,7 @@ def step(engine: Any, batches: Sequence[Sequence[torch.Tensor] | dict[str, torch
 
 def whole_masks(engine: Any) -> dict[str, str]:
     """SHA-256 of every mask of the model, from what all ranks would store."""
-    stored: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(stored, engine.mst.masks.stored() if engine.mst.state.writes else {})
+    stored = gathered(engine.mst.masks.stored() if engine.mst.state.writes else {})
     names = dict.fromkeys(name for shards in stored for name in shards)
     return {name: sha256(assemble([s[name] for s in stored if name in s], name)) for name in names}
 
@@ -47,8 +47,7 @@ def masters(engine: Any) -> dict[str, torch.Tensor]:
         where = shard.logical(torch.arange(shard.length))
         for key, value in {"weight": store.weight(i), **states}.items():
             mine.append((f"{shard.name} {key}", shard.numel, where, value.detach().float().clone()))
-    ranks: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(ranks, mine)
+    ranks = gathered(mine)
     found: dict[str, torch.Tensor] = {}
     for key, numel, where, values in (entry for of_rank in ranks for entry in of_rank):
         whole = found.setdefault(key, torch.full((numel,), torch.nan))

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.support import tiny_run
+from tests.support.by_value import dumps
 from tests.support.forked import context
 
 START_SECONDS = 300.0  # importing torch and DeepSpeed on a busy machine
@@ -37,7 +38,7 @@ class RankError(AssertionError):
 
 def send(pipe: Connection, what: Any) -> None:
     """Tensors by value: in memory that two processes share, each would take a descriptor as long as a test keeps it."""
-    pipe.send_bytes(pickle.dumps(what))
+    pipe.send_bytes(dumps(what))
 
 
 def receive(pipe: Connection) -> Any:

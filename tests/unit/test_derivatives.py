@@ -10,12 +10,14 @@ import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from deepspeed.comm import comm as deepspeed_comm
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 
@@ -224,6 +226,15 @@ def one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     """An all-reduce over one rank; dense products in the place of those that want a GPU."""
     monkeypatch.setattr(dist, "all_reduce", lambda tensor, **_: None)
     monkeypatch.setattr(semi_structured, "multiplied", F.linear)
+
+
+def test_deepspeeds_backend_of_a_destroyed_process_group_is_not_used(monkeypatch: pytest.MonkeyPatch):
+    backend = deepspeed_comm.cdb
+    if backend is None:
+        backend = SimpleNamespace(is_initialized=dist.is_initialized)
+        monkeypatch.setattr(deepspeed_comm, "cdb", backend)
+    monkeypatch.setattr(backend, "all_reduce", lambda *_, **__: pytest.fail("the backend is used"), raising=False)
+    assert torch.equal(summed(X, None), X)
 
 
 def test_every_hand_written_gradient_has_a_case():

@@ -77,6 +77,7 @@ def where(tmp_path: Path) -> Where:
     return Where(True, tmp_path / "out", tmp_path / "work")
 
 
+@pytest.mark.slow
 def test_every_part_runs_with_tiny_shapes(tmp_path):
     pytest.importorskip("triton")
     triton_interpreter.interpret(["-c", TINY, str(tmp_path)], seconds=600)

@@ -110,6 +110,7 @@ def test_trainer(tmp_path):
     assert "report" in report
 
 
+@pytest.mark.slow
 def test_options_of_trainer_are_passed_on(tmp_path):
     out, config = tmp_path / "out", EXAMPLES / "ds_trainer.json"
     options = "--max_steps 20 --logging_steps 5 --learning_rate 1e-2 --report_to tensorboard --disable_tqdm true"
@@ -128,6 +129,7 @@ def test_accelerate_loop(tmp_path):
     assert losses(text)[-1] < losses(text)[0] / 2 and (tmp_path / "runs" / "accelerate" / "run.json").is_file()
 
 
+@pytest.mark.slow
 def test_a_second_script_on_one_machine_starts_while_deepspeeds_port_is_taken(tmp_path):
     """A script that no launcher has started chooses a free port; DeepSpeed alone would always take 29500."""
     with socket.socket() as taken:

@@ -266,7 +266,7 @@ def by_hand(folder: Path, layers: int, width: int, stage: int) -> int:
     return 4 * numel
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_memory_holds_one_matrix_and_not_the_model(tmp_path):
     """85 MB of weights (255 MB of checkpoint) in 12 layers, at stages 0, 2 and 3; the largest matrix takes 2.4 MB."""
     width, stages = 384, (0, 2, 3)

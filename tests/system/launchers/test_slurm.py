@@ -220,7 +220,8 @@ def test_jobs_go_on_through_preemption_time_limit_and_failure_until_they_are_fin
     assert not list(tmp_path.rglob("hostile")), "no shell has read the names"
 
 
-@pytest.mark.parametrize("starter", ["srun", pytest.param("deepspeed", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("starter", ["srun", "deepspeed"])
 def test_a_job_that_begins_with_the_doctor(cluster, tmp_path, starter):
     job = submit(cluster, tmp_path / starter, starter, "--doctor", steps=10)
     wait(lambda: state(cluster, job.number) == "" and job.log.exists(), "it did not end", job.log)

@@ -147,6 +147,7 @@ def flip(path: Path, place: int) -> None:
     path.write_bytes(data)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(os.geteuid() != 0, reason="mounts a small /dev/shm in a namespace, as root")
 def test_a_full_dev_shm_does_not_matter(tmp_path, peace):
     folder = tmp_path / "run"

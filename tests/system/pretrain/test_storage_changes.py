@@ -121,6 +121,7 @@ def test_any_engine_hands_its_state_over(tmp_path, ranks, stage, key):
     assert len(found["starts"]) == 3 and found["restarts"] == 0
 
 
+@pytest.mark.slow
 def test_a_run_with_compiled_blocks_changes_its_storage_and_resumes(tmp_path):
     """Its losses are those of eager blocks to rounding; a run stopped in the compact steps ends as the first one."""
     keys = ("--set", "training.compile=true", "--set", "training.save_every=20")

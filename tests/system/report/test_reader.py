@@ -198,7 +198,7 @@ print(json.dumps({"seconds": time.process_time() - start, "grown_kb": grown, "ro
 """
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_140_000_rows_with_50_layers_take_seconds_and_bounded_memory(tmp_path):
     """A row every step, 50 layers every 100 steps; the file is 85 MB, of which a few stay in memory."""
     folder = tmp_path / "big"
