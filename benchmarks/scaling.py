@@ -54,11 +54,24 @@ def measure(options: argparse.Namespace) -> list[Row]:
     return with_efficiency(rows)
 
 
+def read(path: str) -> dict[str, Any]:
+    """The result in a file of `mst bench step --json`."""
+    try:
+        found = json.loads(Path(path).read_text())
+        row = found["rows"][0]
+        found["machine"], found["setting"]["sequences_per_rank"]
+    except OSError as error:
+        raise UserError(f"--from {path}: {error.strerror}") from None
+    except (ValueError, KeyError, IndexError, TypeError):
+        raise UserError(f"--from {path}: this is not a result of `mst bench step --json`") from None
+    if "baseline" not in row:
+        raise UserError(f"--from {path}: this result was written by mst_scale 0.1; measure it again")
+    return dict(found)
+
+
 def point(kind: str, found: dict[str, Any]) -> Row:
     """A result of `benchmarks.step` as one point of a curve."""
     row, setting = found["rows"][0], found["setting"]
-    if "baseline" not in row:
-        raise UserError("this result of mst bench step was written by mst_scale 0.1: measure it again")
     ours = {
         k: row[k] for k in ("phase", "ours_ms", "ours_range", "baseline", "baseline_ms", "baseline_range", "speedup")
     }
@@ -187,7 +200,7 @@ def main(arguments: Sequence[str]) -> int:
         raise UserError(f"--plot {options.plot}: the name must end in .png or .svg")
     about = machine(options.threads)
     if options.files:
-        found = [json.loads(Path(path).read_text()) for path in options.files]
+        found = [read(path) for path in options.files]
         about, kind = found[0]["machine"], kind_of(found)
         rows = with_efficiency([point(kind, f) for f in found])
     else:

@@ -15,10 +15,13 @@ from collections.abc import Collection
 from pathlib import Path
 
 from mst_scale.errors import Damaged
+from mst_scale.files import write_atomically
 
 MANIFEST = "manifest.json"
 UNIVERSAL = "universal"
 """The folder in a checkpoint that holds a copy for any number of ranks and any ZeRO stage (`mst reshape`)."""
+DENSE_PARTIAL = "dense.partial"
+"""The folder in a checkpoint in which its dense form is written, before it replaces the compact form."""
 SOURCE = "source"
 """What the manifest of a copy calls the identity of the checkpoint."""
 _MAX_NAME = 255  # bytes of a file name
@@ -51,8 +54,25 @@ def has_copy(checkpoint: Path) -> bool:
 
 
 def is_universal(checkpoint: Path) -> bool:
-    """Return whether a checkpoint has DeepSpeed's universal layout, which any number of ranks can load."""
-    return (checkpoint / "zero").is_dir()
+    """Return whether a checkpoint has DeepSpeed's universal layout, which any number of ranks can load.
+
+    One that also has files of ranks is not: a program without mst_scale has saved its tag again.
+    """
+    return (checkpoint / "zero").is_dir() and not any(checkpoint.glob("*_optim_states.pt"))
+
+
+def name_latest(checkpoint: Path, universal: bool) -> None:
+    """Name a checkpoint as the latest of its folder, in the two files that DeepSpeed reads.
+
+    Args:
+        checkpoint: the latest checkpoint, which may have been converted to the universal layout.
+        universal: whether it was; if not, no earlier one stays named as the latest of this layout.
+    """
+    write_atomically(checkpoint.parent / "latest", checkpoint.name)
+    if universal:
+        write_atomically(checkpoint.parent / "latest_universal", checkpoint.name)
+    else:
+        (checkpoint.parent / "latest_universal").unlink(missing_ok=True)
 
 
 def identity_of(checkpoint: Path) -> str:
@@ -74,10 +94,10 @@ def remove_outdated(checkpoint: Path, keep: Collection[str] = ()) -> None:
 
     Args:
         checkpoint: the folder.
-        keep: names of files that stay.
+        keep: names of files, and of the folder `zero`, that stay.
     """
-    shutil.rmtree(checkpoint / UNIVERSAL, ignore_errors=True)
-    shutil.rmtree(checkpoint / "zero", ignore_errors=True)  # of the dense form
+    for folder in {UNIVERSAL, DENSE_PARTIAL, "zero"}.difference(keep):
+        shutil.rmtree(checkpoint / folder, ignore_errors=True)
     for pattern in ("*_states.pt", "mst/*", "transformers_config.json"):
         for path in checkpoint.glob(pattern):
             if str(path.relative_to(checkpoint)) not in keep:

@@ -63,7 +63,11 @@ class Damaged(ValueError):
 
 
 def format_value(value: Any) -> str:
-    """Format a value for a message: on one line, and shortened."""
+    """Format a value for a message: on one line, and shortened.
+
+    Args:
+        value: of a config key or an argument.
+    """
     if isinstance(value, int) and not isinstance(value, bool) and abs(value) > 10**SHOWN:
         return f"a number of {math.floor(abs(value).bit_length() * math.log10(2)):,} digits"
     text = ascii(value) if isinstance(value, str) and not value.isprintable() else repr(value)
@@ -71,11 +75,21 @@ def format_value(value: Any) -> str:
 
 
 def nearest(name: str, known: Iterable[str]) -> str | None:
-    """Return the known name that is the most similar to a mistyped one; None if none is similar."""
+    """Return the known name that is the most similar to a mistyped one; None if none is similar.
+
+    Args:
+        name: what the user has typed.
+        known: the valid names.
+    """
     return next(iter(difflib.get_close_matches(name, list(known), n=1, cutoff=SIMILAR)), None)
 
 
 def suggestion(name: str, known: Iterable[str]) -> str:
-    """Return ": the nearest is 'gpt2_small'" for a message, or nothing if no known name is similar."""
+    """Return ": the nearest is 'gpt2_small'" for a message, or nothing if no known name is similar.
+
+    Args:
+        name: what the user has typed.
+        known: the valid names.
+    """
     near = nearest(name, known)
     return "" if near is None else f": the nearest is {near!r}"

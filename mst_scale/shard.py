@@ -30,7 +30,11 @@ STORED_MULTIPLE = 64  # so that what follows a vector in a flat buffer stays ali
 
 
 def stored_length(count: int) -> int:
-    """Return the length of a vector that stores this number of active weights, and zeros up to a multiple of 64."""
+    """Return the length of a vector that stores this number of active weights, and zeros up to a multiple of 64.
+
+    Args:
+        count: number of active weights.
+    """
     return max(1, -(-count // STORED_MULTIPLE)) * STORED_MULTIPLE
 
 
@@ -53,7 +57,11 @@ class Axis:
         return self.length == self.extent
 
     def logical(self, local: Tensor) -> Tensor:
-        """Return the logical indices of local ones."""
+        """Return the logical indices of local ones.
+
+        Args:
+            local: indices of rows (or columns) of the local matrix.
+        """
         if self.whole:
             return local
         firsts, starts = self._tables(local)
@@ -61,7 +69,11 @@ class Axis:
         return local - firsts[at] + starts[at]
 
     def local(self, logical: Tensor) -> Tensor:
-        """Return the local indices of logical ones; -1 for those that are not local."""
+        """Return the local indices of logical ones; -1 for those that are not local.
+
+        Args:
+            logical: indices of rows (or columns) of the logical matrix.
+        """
         if self.whole:
             return logical
         if not self.length:
@@ -103,7 +115,11 @@ class Cut:
 
     @classmethod
     def whole(cls, shape: Sequence[int]) -> Cut:
-        """Return the cut of a tensor that is not divided."""
+        """Return the cut of a tensor that is not divided.
+
+        Args:
+            shape: of the tensor.
+        """
         rows, columns = as_matrix(shape)
         return cls(tuple(shape), ((0, rows),), ((0, columns),))
 
@@ -146,7 +162,11 @@ class Cut:
         return (rows, *self.shape[1:]) if self.column_axis.whole else (rows, columns)
 
     def of(self, whole: Tensor) -> Tensor:
-        """Return a copy of the local part of a logical tensor."""
+        """Return a copy of the local part of a logical tensor.
+
+        Args:
+            whole: the logical tensor.
+        """
         import torch
 
         matrix = whole.detach().reshape(self.matrix)
@@ -163,7 +183,11 @@ class Cut:
 
 
 def as_matrix(shape: Sequence[int]) -> tuple[int, int]:
-    """Return the rows and columns of the matrix that a tensor of this shape is treated as."""
+    """Return the rows and columns of the matrix that a tensor of this shape is treated as.
+
+    Args:
+        shape: of the tensor.
+    """
     return (shape[0], math.prod(shape[1:])) if shape else (1, 1)
 
 
@@ -178,17 +202,36 @@ class Shard:
 
     @classmethod
     def of_range(cls, name: str, shape: Sequence[int], start: int, length: int) -> Shard:
-        """Return a range of a matrix that is not divided by tensor parallelism."""
+        """Return a range of a matrix that is not divided by tensor parallelism.
+
+        Args:
+            name: of the parameter.
+            shape: of the logical tensor.
+            start: of the range in the flattened matrix.
+            length: of the range.
+        """
         return cls(name, Cut.whole(shape), start, length)
 
     @classmethod
     def whole(cls, name: str, shape: Sequence[int]) -> Shard:
-        """Return the shard that is the whole matrix."""
+        """Return the shard that is the whole matrix.
+
+        Args:
+            name: of the parameter.
+            shape: of the logical tensor.
+        """
         return cls.of_range(name, shape, 0, math.prod(shape))
 
     @classmethod
     def equal_part(cls, name: str, cut: Cut, length: int, rank: int) -> Shard:
-        """Return a rank's part of the local matrix, of `length` weights; the last ranks' may be shorter or empty."""
+        """Return a rank's part of the local matrix, of `length` weights; the last ranks' may be shorter or empty.
+
+        Args:
+            name: of the parameter.
+            cut: the local matrix, which ranks divide.
+            length: weights per rank.
+            rank: which part, from 0.
+        """
         numel = math.prod(cut.local_matrix)
         start = min(length * rank, numel)
         return cls(name, cut, start, min(length, numel - start))
@@ -224,7 +267,11 @@ class Shard:
         return 0 if self.length == 0 else None
 
     def overlaps(self, other: Shard) -> bool:
-        """Return whether another shard of the same matrix may share weights; False only if it certainly does not."""
+        """Return whether another shard of the same matrix may share weights; False only if it certainly does not.
+
+        Args:
+            other: a shard of the same matrix.
+        """
         if not self.length or not other.length:
             return False
         if self.in_a_row is not None and other.in_a_row is not None:
@@ -236,7 +283,11 @@ class Shard:
         )
 
     def logical(self, at: Tensor) -> Tensor:
-        """Return the flat logical indices (int64) of positions in the shard."""
+        """Return the flat logical indices (int64) of positions in the shard.
+
+        Args:
+            at: positions in the shard, from 0.
+        """
         import torch
 
         at = at.to(torch.int64)
@@ -249,6 +300,9 @@ class Shard:
 
     def local(self, index: Tensor) -> tuple[Tensor, Tensor]:
         """Find flat logical indices in the shard.
+
+        Args:
+            index: flat logical indices, of any shard.
 
         Returns:
             The positions in `index` of those that are in the shard, and their positions in the shard, both int64.

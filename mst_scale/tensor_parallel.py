@@ -45,11 +45,19 @@ class TensorGroup:
 
     @classmethod
     def of(cls, mesh: Mesh) -> TensorGroup | None:
-        """Return the tensor-parallel group of a mesh; None if layers are not split."""
+        """Return the tensor-parallel group of a mesh; None if layers are not split.
+
+        Args:
+            mesh: of the engine.
+        """
         return cls(mesh.tensor_group, mesh.slice, mesh.sizes.tensor) if mesh.sizes.tensor > 1 else None
 
     def share(self, what: str, count: int) -> Range:
         """Return the range of `count` items that this rank holds; `what` is their name in the config.
+
+        Args:
+            what: dotted key of the config that says how many there are, for the message.
+            count: number of items, such as attention heads.
 
         Raises:
             UserError: if they cannot be divided equally.
@@ -62,7 +70,11 @@ class TensorGroup:
         return self.rank * each, (self.rank + 1) * each
 
     def agreed(self, number: int) -> int:
-        """Return the first rank's number on every rank."""
+        """Return the first rank's number on every rank.
+
+        Args:
+            number: this rank's, which may differ from others.
+        """
         box = [number]
         dist.broadcast_object_list(box, src=dist.get_global_rank(self.group, 0), group=self.group)
         return box[0]

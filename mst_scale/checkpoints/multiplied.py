@@ -59,7 +59,7 @@ def multiplied_weights_of(checkpoint: Path) -> Weights:
         )
     function = of.function(of.options(**state["options"]))
     layers = {name: (int(kept), float(scale)) for name, (kept, scale) in state["layers"].items()}
-    return Multiplied(weights.shapes, weights.parts, function, layers)
+    return Multiplied(weights.shapes, weights.parts, function, layers, compact=weights.compact)
 
 
 def reject_functions(state: dict[str, Any] | None) -> None:

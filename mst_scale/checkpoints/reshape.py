@@ -19,16 +19,15 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from mst_scale.checkpoint_folders import SOURCE, UNIVERSAL, has_copy, identity_of, is_universal
+from mst_scale.checkpoint_folders import DENSE_PARTIAL, SOURCE, UNIVERSAL, has_copy, identity_of, is_universal
 from mst_scale.checkpoints import finding, manifests, mask_files, model_config
 from mst_scale.comm import logger
 from mst_scale.compiled.first_use import elapsed
 from mst_scale.errors import UserError
 from mst_scale.files import draft_of, locked, write_atomically
 from mst_scale.sparse_linear.compact_index import CompactIndex
-from mst_scale.zero_shards import compact_files, universal
+from mst_scale.zero_shards import compact_files, safe_load, universal
 
-DENSE_PARTIAL = ".dense.partial"
 Form = Literal["dense", "compact"]
 
 
@@ -88,32 +87,38 @@ def reshape(path: Path, out: Path | None = None, form: Form = "dense") -> Reshap
                 shutil.copy2(path / name, out / name)
         if finding.step_of(target) < 0:  # of another loop than `pretrain`, whose steps no name tells
             write_atomically(target.parent / "latest", target.name)
-    write_atomically(target.parent / "latest_universal", target.name)  # where DeepSpeed looks without a tag
+    if form == "dense":
+        write_atomically(target.parent / "latest_universal", target.name)  # where DeepSpeed looks without a tag
     return _reshaped(source, target, time.monotonic() - start)
 
 
-def make_dense(checkpoint: Path) -> dict[str, Any]:
+def make_dense(checkpoint: Path, trusted: bool = False) -> dict[str, Any]:
     """Convert a checkpoint of compact storage in place, so that every layout and both kinds of storage can continue.
 
     DeepSpeed's files of such a checkpoint hold only the values of active weights, the universal layout whole matrices.
     One rank calls this, when all have written their files.
 
+    Args:
+        checkpoint: the folder.
+        trusted: whether this program has written the files, so that it can open any object in its client_state.
+
     Returns:
         What its manifest says of the form.
     """
-    draft = checkpoint.with_name(checkpoint.name + DENSE_PARTIAL)
+    draft = checkpoint / DENSE_PARTIAL  # removed with the folder if this process is killed
     shutil.rmtree(draft, ignore_errors=True)
     draft.mkdir()
     try:
-        universal.convert(checkpoint, draft)
-    except UserError as error:  # no update has been made yet, or the optimizer is not like Adam
+        with safe_load.trusted() if trusted else contextlib.nullcontext():
+            universal.convert(checkpoint, draft)
+    except UserError as error:  # no update yet, no optimizer like Adam, more than data
         shutil.rmtree(draft)
         logger.warning("the checkpoint is saved with its active weights only: %s", error)
         return {}
     except BaseException:
         shutil.rmtree(draft, ignore_errors=True)
         raise
-    for path in checkpoint.glob("*.pt"):
+    for path in checkpoint.glob("*_states.pt"):
         path.unlink()
     compact_files.remove(checkpoint)
     for path in draft.iterdir():

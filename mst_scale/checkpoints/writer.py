@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from mst_scale import snapshot
-from mst_scale.checkpoint_folders import remove_outdated
+from mst_scale.checkpoint_folders import name_latest, remove_outdated
 from mst_scale.checkpoints import manifests, memory_copies, store
 from mst_scale.checkpoints.memory_copies import MemoryJob
 from mst_scale.checkpoints.neighbors import Link, Listen, listen
@@ -167,17 +167,24 @@ def _complete(job: Job, draft: Path, final: Path, files: dict[str, Any], more: d
         return
     if final.exists():  # as DeepSpeed does, replace its files and leave those of others alone
         names = manifests.files_in(draft)
-        remove_outdated(final, names)
+        if (draft / "zero").is_dir():  # thousands of files, which two renames replace
+            names = [name for name in names if not name.startswith("zero/")]
+            if (final / "zero").is_dir():
+                os.rename(final / "zero", draft / "zero.old")
+            os.rename(draft / "zero", final / "zero")
+            remove_outdated(final, [*names, "zero"])
+        else:
+            remove_outdated(final, names)
         for name in names:
             (final / name).parent.mkdir(parents=True, exist_ok=True)
             os.replace(draft / name, final / name)
         shutil.rmtree(draft)
     else:
         os.rename(draft, final)
-    if job.latest:
+    if job.latest and job.dense:
+        name_latest(final, universal=bool(more))
+    elif job.latest:
         write_atomically(final.parent / "latest", final.name)
-        if more.get("universal"):
-            write_atomically(final.parent / "latest_universal", final.name)
 
 
 class MemoryWriter:

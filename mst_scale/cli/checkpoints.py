@@ -143,10 +143,10 @@ the masks. Weights, optimizer states, step and masks are bit-identical.
 PATH is the folder of a checkpoint, or of a run, whose latest complete checkpoint is used. The copy is written to the
 folder `universal` in the checkpoint, where `mst_scale.pretrain --out RUN` finds it, or to OUT, which becomes a run if
 PATH is a run and a checkpoint if PATH is one. In a custom training loop, engine.load_checkpoint finds a copy in the
-folder `universal` itself. It loads OUT with {"checkpoint": {"load_universal": true}} in the DeepSpeed config and
-engine.load_checkpoint(FOLDER, tag=NAME), where FOLDER/NAME is OUT. The copy takes 12 bytes per parameter. With --form
-compact, it takes 12 bytes per active weight and at most three bits per weight for the masks, but DeepSpeed cannot load
-it without mst_scale. The form does not decide how the continued run stores its weights, and can be changed back.
+folder `universal` itself, and loads OUT if you name it: engine.load_checkpoint(FOLDER, tag=NAME), where FOLDER/NAME is
+OUT. The copy takes 12 bytes per parameter. With --form compact, it takes 12 bytes per active weight and at most three
+bits per weight for the masks, but DeepSpeed cannot load it without mst_scale. The form does not decide how the
+continued run stores its weights, and can be changed back.
 
 It contains the states of Adam and similar optimizers. With other optimizers, or with frozen parameters, call
 mst_scale.warm_start(engine, CHECKPOINT) in your training loop: weights, masks and step continue, and the optimizer

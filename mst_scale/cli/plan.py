@@ -15,9 +15,10 @@ stage. Other layouts are listed with their cost. The plan lists the memory per G
 sends, the time of a step and of every phase, and the bytes that a topology step sends on 1 to 16,384 ranks.
 
 tests/ranks/plan/ compares memory and bytes of data-parallel runs with real DeepSpeed runs on 2 ranks. Times are
-expected, not measured: a roofline of data-sheet peaks and assumed efficiencies, which small models do not reach;
-replace them with --efficiency. Masks of single weights save FLOPs but no time here; the expected speedup of masks of
-blocks, for each block size, comes from a roofline of their kernels. --json prints everything.
+estimates: data-sheet peaks times efficiencies, which are fitted to measurements for H100 and H200 and assumed for other
+GPUs; small models do not reach them, and --efficiency replaces them. With masks of single weights, matrix products take
+as long as dense ones, and only compact storage saves time; the expected speedup of masks of blocks, for each block
+size, comes from a roofline of their kernels. --json prints everything.
 
 examples:
   mst plan --config gpt3_13b --nodes 8                             # 8 A100-80GB in each

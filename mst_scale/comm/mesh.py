@@ -35,6 +35,9 @@ class ParallelDims:
     def data(self, world: int) -> int:
         """Return the number of data-parallel replicas among `world` ranks.
 
+        Args:
+            world: number of all ranks.
+
         Raises:
             UserError: if `world` is not a multiple of `model`.
         """

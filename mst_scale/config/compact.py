@@ -53,7 +53,7 @@ def method_not_compact_reason(experiment: Experiment) -> str | None:
         f"mst.compute.backend {mst.compute.backend} reads a matrix": mst.compute.backend == "block",
         "mst.topology.rezero needs them": topology.rezero,
         "the optimizer is not the config's Adam or AdamW": kind not in ADAM,
-        f"{changes}; only long phases of one sparsity are compact, in mst_scale.pretrain": len(sparsities) > 1,
+        f"{changes}; only long phases of one sparsity are compact, of GPTs in mst_scale.pretrain": len(sparsities) > 1,
     }
     return next((reason for reason, applies in cases.items() if applies), None)
 

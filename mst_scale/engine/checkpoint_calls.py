@@ -29,11 +29,12 @@ from typing import Any
 import torch.distributed as dist
 
 from mst_scale import zero_shards
+from mst_scale.checkpoint_folders import name_latest
 from mst_scale.checkpoints.background import WITHOUT_COPY, BackgroundSaves
 from mst_scale.checkpoints.reshape import make_dense, reshape
 from mst_scale.comm import FailedElsewhere, Ranks, logger, new_group
 from mst_scale.comm.own_loops import BEFORE_OTHERS
-from mst_scale.files import PARTIAL, write_atomically
+from mst_scale.files import PARTIAL
 from mst_scale.snapshot import Snapshot
 
 _swept: set[Path] = set()  # by any engine of this program: another one's save may be under way
@@ -112,9 +113,9 @@ def _save_dense(engine: Any, ranks: Ranks, save: Callable[..., Any], given: dict
             save(**{**given, "tag": tag, "save_latest": False})
 
     def convert() -> None:
-        names = ["latest", "latest_universal"] if make_dense(folder / tag) else ["latest"]
-        for name in names if latest else []:
-            write_atomically(folder / name, tag)
+        made = make_dense(folder / tag, trusted=True)
+        if latest:
+            name_latest(folder / tag, universal=bool(made))
 
     ranks.agree(write)
     ranks.on_first(convert, long=True)

@@ -336,10 +336,17 @@ class SparseTraining(MST, HookTarget):
         if saved is not None and saved.error is not None:
             raise OSError(f"the checkpoint of step {saved.step} was not saved: {saved.error}")
 
+    def check_save(self) -> None:
+        """Reject a save, on all ranks if one of them has to."""
+
+        def check() -> None:
+            for component in self.components:
+                component.before_save()
+
+        self.state.everyone.agree(check)
+
     def saving(self, checkpoint: Path) -> dict[str, Any]:
         """Write masks and the model's config into a checkpoint's folder; return the masks' entry of client_state."""
-        for component in self.components:
-            component.before_save()
         if self.engine.global_rank == 0:
             attended = self.pattern if self.attended else Pattern("dense")
             module = self.engine.module

@@ -62,6 +62,9 @@ class MST(Protocol):
         """Return a state dict of the whole model with the weights that its layers multiply by.
 
         They differ from what is stored with methods such as `powerprop` or `sr-ste`, which compute weights from it.
+
+        Args:
+            state: the state dict of the whole model, as the engine stores it.
         """
 
     def finish_save(self) -> None:
@@ -72,10 +75,18 @@ class MST(Protocol):
         """
 
     def on_step(self, call: Callable[[MST], None]) -> None:
-        """Run `call(engine.mst)` on every rank at the end of every optimizer step, also of a skipped one."""
+        """Run `call(engine.mst)` on every rank at the end of every optimizer step, also of a skipped one.
+
+        Args:
+            call: is called with `engine.mst`.
+        """
 
     def on_topology_step(self, call: Callable[[MST], None]) -> None:
-        """Run `call(engine.mst)` on every rank after each step that pruned and grew weights; see `changes`."""
+        """Run `call(engine.mst)` on every rank after each step that pruned and grew weights; see `changes`.
+
+        Args:
+            call: is called with `engine.mst`.
+        """
 
 
 class Engine(Protocol):
@@ -96,13 +107,21 @@ class Engine(Protocol):
         """Run the model's forward pass and return its result."""
 
     def backward(self, loss: torch.Tensor) -> torch.Tensor:
-        """Compute gradients, and reduce them over ranks."""
+        """Compute gradients, and reduce them over ranks.
+
+        Args:
+            loss: the mean loss of this micro-batch; DeepSpeed divides it by the accumulation steps.
+        """
 
     def step(self) -> None:
         """At an accumulation boundary: mask the gradients, update the weights, and prune and grow them when due."""
 
     def train(self, mode: bool = True) -> Any:
-        """Set the model to training mode."""
+        """Set the model to training mode.
+
+        Args:
+            mode: False sets it to evaluation mode.
+        """
 
     def eval(self) -> Any:
         """Set the model to evaluation mode."""
@@ -110,7 +129,18 @@ class Engine(Protocol):
     def save_checkpoint(
         self, save_dir: str, tag: str | None = None, client_state: dict[str, Any] | None = None
     ) -> bool | None:
-        """Save a checkpoint that includes the masks. Call it on every rank."""
+        """Save a checkpoint that includes the masks. Call it on every rank.
+
+        Args:
+            save_dir: the folder of all checkpoints.
+            tag: name of the checkpoint's folder; None for `global_stepN`.
+            client_state: values of the training loop, which `load_checkpoint` returns; they are pickled.
+        """
 
     def load_checkpoint(self, load_dir: str, tag: str | None = None) -> tuple[str | None, dict[str, Any] | None]:
-        """Load a checkpoint with its masks. Return (path, client_state); path is None if there is no checkpoint."""
+        """Load a checkpoint with its masks. Return (path, client_state); path is None if there is no checkpoint.
+
+        Args:
+            load_dir: the folder of all checkpoints.
+            tag: name of the checkpoint's folder; None for the latest.
+        """

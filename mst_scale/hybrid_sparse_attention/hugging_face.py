@@ -42,6 +42,11 @@ log = logging.getLogger("mst_scale")
 def attach(model: nn.Module, pattern: Pattern, backend: str = "auto") -> str | None:
     """Make every attention layer of the transformers models in `model` (itself or parts of it) follow `pattern`.
 
+    Args:
+        model: a model of transformers, or a module that contains some.
+        pattern: which pairs of tokens attend to each other.
+        backend: as `mst.attention.backend`; "auto" selects the fastest one that can run.
+
     Returns:
         Why some of them stay dense, or None.
     """

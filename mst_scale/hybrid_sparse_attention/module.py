@@ -84,7 +84,13 @@ class SelfAttention(nn.Module):
 
 
 def set_pattern(model: nn.Module, pattern: Pattern, backend: str = "auto") -> int:
-    """Set the pattern and backend of every SelfAttention and every attached layer; return how many there are."""
+    """Set the pattern and backend of every SelfAttention and every attached layer; return how many there are.
+
+    Args:
+        model: any module.
+        pattern: which pairs of tokens attend to each other.
+        backend: as `mst.attention.backend`; "auto" selects the fastest one that can run.
+    """
     count = 0
     for module in model.modules():
         if isinstance(module, SelfAttention):

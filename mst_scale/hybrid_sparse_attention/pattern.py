@@ -49,15 +49,29 @@ class Pattern:
         return "dense" if self.kind == "dense" else f"{self.kind} (stride {self.stride})"
 
     def is_dense(self, length: int) -> bool:
-        """Return whether the pattern contains every (causal) pair, so that dense kernels compute the same."""
+        """Return whether the pattern contains every (causal) pair, so that dense kernels compute the same.
+
+        Args:
+            length: tokens per sequence.
+        """
         return self.kind == "dense" or self.stride == 1 or self.stride >= length
 
     def within(self, length: int) -> Pattern:
-        """Return the pattern, or the dense one if it leaves out no pair in sequences of this length."""
+        """Return the pattern, or the dense one if it leaves out no pair in sequences of this length.
+
+        Args:
+            length: tokens per sequence.
+        """
         return Pattern("dense") if self.is_dense(length) else self
 
     def allows(self, query: torch.Tensor, key: torch.Tensor, causal: bool = True) -> torch.Tensor:
-        """Return whether queries see keys, elementwise on broadcast positions."""
+        """Return whether queries see keys, elementwise on broadcast positions.
+
+        Args:
+            query: positions of queries.
+            key: positions of keys.
+            causal: whether queries see only keys at or before their own position.
+        """
         difference = query - key
         if self.kind == "dense":
             seen = difference == difference  # noqa: PLR0124  (true, in its shape and on its device)
@@ -68,14 +82,25 @@ class Pattern:
         return seen & (difference >= 0) if causal else seen
 
     def mask(self, length: int, causal: bool = True, device: torch.device | str | None = None) -> torch.Tensor:
-        """Return the bool mask (length, length), true where query i sees key j. Kernels do not build it."""
+        """Return the bool mask (length, length), true where query i sees key j. Kernels do not build it.
+
+        Args:
+            length: tokens per sequence.
+            causal: whether queries see only keys at or before their own position.
+            device: of the mask; None for torch's default.
+        """
         import torch
 
         position = torch.arange(length, device=device)
         return self.allows(position[:, None], position[None, :], causal)
 
     def pairs(self, length: int, causal: bool = True) -> int:
-        """Return the number of (query, key) pairs in the mask, without building it."""
+        """Return the number of (query, key) pairs in the mask, without building it.
+
+        Args:
+            length: tokens per sequence.
+            causal: whether queries see only keys at or before their own position.
+        """
         n, l = length, self.stride  # noqa: E741  (the paper's letters)
         if self.is_dense(n):
             return n * (n + 1) // 2 if causal else n * n
@@ -92,8 +117,11 @@ class Pattern:
     def share(self, length: int, accounting: str = "paper", causal: bool = True) -> float:
         """Return Q, the share of dense attention that is computed.
 
-        "paper" divides by n² and counts dense attention as 1, as the paper does. "causal" divides by the
-        pairs that a dense kernel needs: n(n+1)/2, or n² when attention is bidirectional.
+        Args:
+            length: tokens per sequence.
+            accounting: "paper" divides by n² and counts dense attention as 1, as the paper does. "causal" divides by
+                the pairs that a dense kernel needs: n(n+1)/2, or n² when attention is bidirectional.
+            causal: whether queries see only keys at or before their own position.
         """
         if accounting not in ACCOUNTINGS:
             raise UserError(f"accounting {accounting!r} is unknown: choose one of {', '.join(ACCOUNTINGS)}")
@@ -121,13 +149,21 @@ class AttentionSchedule:
             raise UserError(f"the pieces of an attention schedule must start at increasing steps, not {starts}")
 
     def pattern_at(self, step: int) -> Pattern:
-        """Return the pattern of a step."""
+        """Return the pattern of a step.
+
+        Args:
+            step: number of optimizer steps taken.
+        """
         if step < 0:
             raise UserError(f"step {step} is negative")
         return [pattern for start, pattern in self.pieces if start <= step][-1]
 
     def describe_ineffective_stride(self, context: int) -> str:
-        """Describe a sparse pattern whose stride is too long to leave out any pair; "" if there is none."""
+        """Describe a sparse pattern whose stride is too long to leave out any pair; "" if there is none.
+
+        Args:
+            context: tokens per sequence.
+        """
         for _, pattern in self.pieces:
             if pattern.kind != "dense" and pattern.is_dense(context):
                 return (

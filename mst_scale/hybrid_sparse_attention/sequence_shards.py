@@ -33,6 +33,10 @@ class SequenceShard:
     def positions(self, tokens: torch.Tensor, context: int) -> torch.Tensor:
         """Return the positions of these tokens (batch, length) in their sequences.
 
+        Args:
+            tokens: this rank's part of each sequence, (batch, length).
+            context: the longest sequence that the model supports.
+
         Raises:
             UserError: if a sequence is longer than `context`, or if the ranks' parts have different sizes.
         """
@@ -47,7 +51,11 @@ class SequenceShard:
         return torch.arange(self.index * length, (self.index + 1) * length, device=tokens.device)
 
     def count(self, counted: torch.Tensor) -> torch.Tensor | None:
-        """Count the flagged positions in whole sequences, from this part's flags; None if sequences are not split."""
+        """Count the flagged positions in whole sequences, from this part's flags; None if sequences are not split.
+
+        Args:
+            counted: bool, true where a token's loss counts in this rank's part.
+        """
         if self.parts == 1:
             return None
         total = counted.sum()
@@ -55,7 +63,11 @@ class SequenceShard:
         return total
 
     def mean(self, share: torch.Tensor) -> torch.Tensor:
-        """Return the sum of all parts' shares (sum of losses / `count`); the gradient is that of this rank's share."""
+        """Return the sum of all parts' shares (sum of losses / `count`); the gradient is that of this rank's share.
+
+        Args:
+            share: the sum of this rank's losses divided by `count`.
+        """
         if self.parts == 1:
             return share
         check_not_transformed("sequence parallelism", "run the model on one rank", share)

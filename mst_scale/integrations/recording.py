@@ -198,6 +198,9 @@ class Recording:
         """Return a row for the last step, in which the values `known` replace the recorded ones.
 
         Call it on every rank. The row is written a step later, and the next pace is measured from now on.
+
+        Args:
+            **known: values by the names of metrics.
         """
         return self._row(None, **known)
 
@@ -226,6 +229,9 @@ class Recording:
     def log(self, **values: float) -> None:
         """Add values of the loop, such as val_loss, to the row of the last step. Call this on every rank.
 
+        Args:
+            **values: numbers by the names that the columns in metrics.jsonl will have.
+
         Raises:
             UserError: if no step has been taken, or a checkpoint has been loaded since.
         """
@@ -250,7 +256,11 @@ class Recording:
             self._flush()
 
     def note(self, **values: float) -> None:
-        """Call `log`, the new name of this method."""
+        """Call `log`, the new name of this method.
+
+        Args:
+            **values: see `log`.
+        """
         warnings.warn("note() is now log(); the old name goes with mst_scale 0.3", DeprecationWarning, stacklevel=2)
         self.log(**values)
 

@@ -48,6 +48,10 @@ METHODS: Mapping[str, Method] = _methods
 def register(name: str, method: Method) -> Method:
     """Register a method, so that `mst.method` can select it by name.
 
+    Args:
+        name: the value of `mst.method`.
+        method: its preset, options and code.
+
     Raises:
         UserError: if another method has this name.
     """

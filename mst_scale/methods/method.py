@@ -36,37 +36,83 @@ class WeightFunction(ABC):
     """Whether each weight depends only on its own stored value; masks can then be applied too."""
 
     def begin(self, weight: Tensor) -> tuple[Tensor, float]:
-        """Return the stored parameter for an initial weight, and the layer's `scale`."""
+        """Return the stored parameter for an initial weight, and the layer's `scale`.
+
+        Args:
+            weight: the layer's initial matrix.
+        """
         return weight, 1.0
 
     @abstractmethod
     def weight(self, stored: Tensor, kept: int, scale: float) -> Tensor:
-        """Return the matrix that the layer multiplies by, differentiable in `stored`."""
+        """Return the matrix that the layer multiplies by, differentiable in `stored`.
+
+        Args:
+            stored: the layer's stored parameter.
+            kept: number of weights of the matrix that the schedule keeps.
+            scale: what `begin` has returned for the layer.
+        """
 
     def pull(self, stored: Tensor, kept: int, scale: float) -> Tensor | None:
-        """Return a term to add to the gradient of `stored` once per optimizer step, or None."""
+        """Return a term to add to the gradient of `stored` once per optimizer step, or None.
+
+        Args:
+            stored: the layer's stored parameter.
+            kept: number of weights of the matrix that the schedule keeps.
+            scale: what `begin` has returned for the layer.
+        """
         return None
 
     def end(self, stored: Tensor, kept: int, scale: float) -> Tensor:
-        """Return the dense weight with which training continues when the schedule becomes dense."""
+        """Return the dense weight with which training continues when the schedule becomes dense.
+
+        Args:
+            stored: the layer's stored parameter.
+            kept: number of weights of the matrix that the schedule keeps.
+            scale: what `begin` has returned for the layer.
+        """
         return self.weight(stored, kept, scale)
 
     def linear(self, x: Tensor, stored: Tensor, bias: Tensor | None, kept: int, scale: float) -> Tensor:
-        """Return x Wᵀ + b."""
+        """Return x Wᵀ + b.
+
+        Args:
+            x: the layer's input, (…, inputs).
+            stored: the layer's stored parameter.
+            bias: b, or None.
+            kept: number of weights of the matrix that the schedule keeps.
+            scale: what `begin` has returned for the layer.
+        """
         from torch.nn.functional import linear
 
         return linear(x, self.weight(stored, kept, scale), bias)
 
     def unsupported_reason(self, shape: tuple[int, ...], device: str, dtype: dtype) -> str | None:
-        """Describe why a matrix of this shape, device and dtype is not supported, and the fix; None if it is."""
+        """Describe why a matrix of this shape, device and dtype is not supported, and the fix; None if it is.
+
+        Args:
+            shape: of the matrix, (outputs, inputs).
+            device: the type of device, such as "cuda".
+            dtype: of the stored parameter.
+        """
         return None
 
     def density(self, shape: tuple[int, ...], kept: float) -> float:
-        """Return the FLOPs of x Wᵀ and of the gradient of x, relative to a dense layer; `kept` is a fraction."""
+        """Return the FLOPs of x Wᵀ and of the gradient of x, relative to a dense layer; `kept` is a fraction.
+
+        Args:
+            shape: of the matrix, (outputs, inputs).
+            kept: fraction of the weights that the schedule keeps.
+        """
         return kept
 
     def gradient_density(self, shape: tuple[int, ...], kept: float) -> float:
-        """Return the FLOPs of the weight's gradient, relative to a dense layer; `kept` is a fraction."""
+        """Return the FLOPs of the weight's gradient, relative to a dense layer; `kept` is a fraction.
+
+        Args:
+            shape: of the matrix, (outputs, inputs).
+            kept: fraction of the weights that the schedule keeps.
+        """
         return 1.0
 
 
@@ -137,6 +183,10 @@ class Growth(ABC):
     def check_supported(self, small: Shape, large: Shape) -> None:
         """Check that the smaller model can be grown to the larger one.
 
+        Args:
+            small: shape of the smaller model.
+            large: shape of the larger model.
+
         Raises:
             UserError: names the key of the `model` block to change.
         """
@@ -157,14 +207,27 @@ class Growth(ABC):
             )
 
     def flops(self, small: Shape, large: Shape) -> float:
-        """Return the FLOPs of the growth itself, not counting those of the gradients."""
+        """Return the FLOPs of the growth itself, not counting those of the gradients.
+
+        Args:
+            small: shape of the smaller model.
+            large: shape of the larger model.
+        """
         return 0.0
 
     @abstractmethod
     def grow(
         self, weights: Mapping[str, Tensor], small: Shape, large: Shape, gradients: Gradients, seed: int
     ) -> dict[str, Tensor]:
-        """Return the weights of the larger model."""
+        """Return the weights of the larger model.
+
+        Args:
+            weights: of the smaller model, by name.
+            small: shape of the smaller model.
+            large: shape of the larger model.
+            gradients: computes gradients of the larger model; call it for `steps` batches at most.
+            seed: of everything that is drawn at random.
+        """
 
 
 @block("mst.options")

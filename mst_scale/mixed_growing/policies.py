@@ -29,7 +29,11 @@ if TYPE_CHECKING:
 
 
 def itself(values: Tensor) -> Tensor:
-    """Return the values unchanged, for a score that is the magnitude of one input."""
+    """Return the values unchanged, for a score that is the magnitude of one input.
+
+    Args:
+        values: of the input.
+    """
     return values
 
 
@@ -80,7 +84,11 @@ class Policy:
 
 
 def mest(share: float = 1.0) -> Policy:
-    """Return MEST's policy with λ = `share`."""
+    """Return MEST's policy with λ = `share`.
+
+    Args:
+        share: λ, the factor of the gradient's magnitude in the score |w| + λ|g|.
+    """
     criterion = Criterion(partial(_weight_and_gradient, share=share), ("weight", "gradient"))
     return Policy("mest", prune=criterion, random_share=1.0)
 
@@ -101,6 +109,9 @@ POLICIES = {
 
 def register(policy: Policy) -> Policy:
     """Register a policy, so that `mst.topology.policy` can select it by name.
+
+    Args:
+        policy: with the name that `mst.topology.policy` will have.
 
     Raises:
         UserError: if another policy has this name.

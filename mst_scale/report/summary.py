@@ -110,7 +110,11 @@ def headline(groups: Sequence[Group]) -> str:
         return ""
     best = min(known, key=lambda row: row[key])
     reduction = best["reduction"] or 1.0
-    fewer = f" with {reduction:.1f}× fewer FLOPs than its steps computed dense" if reduction >= LEAST_REDUCTION else ""
+    fewer = (
+        f" with {reduction:.1f}× fewer FLOPs than the same number of dense steps"
+        if reduction >= LEAST_REDUCTION
+        else ""
+    )
     if len(groups) > 1:
         return f"{best['name']} reached the lowest {kind} loss of these runs, {best[key]:.4f},{fewer}".rstrip(",") + "."
     running = bool(best["steps"]) and best["step"] < best["steps"]

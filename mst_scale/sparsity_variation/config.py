@@ -133,7 +133,11 @@ class SparsityConfig:
         return self.sparse_tokens is not None and self.variation in LIMITED
 
     def changed_durations(self, preset: Mapping[str, Any]) -> list[str]:
-        """Return the durations of this variation that have neither their default nor the value of a preset."""
+        """Return the durations of this variation that have neither their default nor the value of a preset.
+
+        Args:
+            preset: `mst.sparsity` of a method or recipe.
+        """
         fields = fields_of(type(self))
         names = DURATIONS[self.variation]
         return [name for name in names if getattr(self, name) not in (fields[name].default, preset.get(name))]
@@ -169,7 +173,11 @@ class SparsityConfig:
         )
 
     def depends_on_length(self, moves: Moves) -> bool:
-        """Return whether the schedule changes with the length of the run."""
+        """Return whether the schedule changes with the length of the run.
+
+        Args:
+            moves: the keys of `mst.topology` that schedules read.
+        """
         if any(isinstance(value := getattr(self, name), float) and value > 0 for name in DURATIONS[self.variation]):
             return True
         ends_sparse = self.variation in ("sparse", "gmp", "acdc")
@@ -178,6 +186,10 @@ class SparsityConfig:
 
     def limited(self, total: int, steps_per_token: float | None) -> SparsityConfig:
         """Return the block without `sparse_tokens`: its durations are those that follow from it in a run of `total`.
+
+        Args:
+            total: optimizer steps of the run.
+            steps_per_token: steps in which the run reads one token per parameter; None if it is not known.
 
         Raises:
             UserError: if the limit is shorter than a step.

@@ -67,7 +67,11 @@ class Phase:
         return sorted({start for start in starts if start < self.stop})
 
     def progress(self, step: int) -> float:
-        """Return the progress of a staged phase, x = ⌊t/Δ⌋/N with Δ = T/N."""
+        """Return the progress of a staged phase, x = ⌊t/Δ⌋/N with Δ = T/N.
+
+        Args:
+            step: number of optimizer steps taken.
+        """
         return (step - self.start) * self.stages // (self.stop - self.start) / self.stages
 
 
@@ -95,11 +99,19 @@ class Schedule:
         return last.start if last.name == "dense" else self.total_steps
 
     def first_step(self, phase: str) -> int | None:
-        """Return the first step of a phase; None if the schedule does not have it."""
+        """Return the first step of a phase; None if the schedule does not have it.
+
+        Args:
+            phase: "warmup", "ultra", "restore", "dense" or "sparse".
+        """
         return next((found.start for found in self.phases if found.name == phase), None)
 
     def at(self, step: int) -> Point:
-        """Return phase, target sparsity and update fraction ζ of the forward pass after `step` optimizer steps."""
+        """Return phase, target sparsity and update fraction ζ of the forward pass after `step` optimizer steps.
+
+        Args:
+            step: number of optimizer steps taken, from 0.
+        """
         phase = self._phase(step)
         sparsity = self._sparsity(phase, step)
         return Point(phase.name, sparsity, self._update_fraction(phase, step))
@@ -109,6 +121,9 @@ class Schedule:
 
         It does whenever the target sparsity changes (the last such step takes it to exactly 0), and at every multiple
         of the interval while the network is sparse and ζ > 0, except at the end of the run.
+
+        Args:
+            step: number of the optimizer step, from 1.
         """
         if step < 1:
             return False
@@ -135,7 +150,11 @@ class Schedule:
         return max(self.segments(), key=lambda segment: (segment.sparsity, segment.stop - segment.start))
 
     def mean(self, value: Callable[[Segment], float]) -> float:
-        """Return the mean over all steps of a quantity that is constant within a segment."""
+        """Return the mean over all steps of a quantity that is constant within a segment.
+
+        Args:
+            value: returns the quantity in a segment.
+        """
         return math.fsum(value(s) * (s.stop - s.start) for s in self.segments()) / self.total_steps
 
     def topology_steps(self) -> Iterator[int]:
@@ -147,6 +166,10 @@ class Schedule:
         """Return the first step up to `until` at which two schedules differ; None if they do not.
 
         Only steps at which either may change are compared: ends of phases and stages, and multiples of the intervals.
+
+        Args:
+            other: the other schedule.
+            until: the last step that is compared.
         """
         steps = sorted({step for schedule in (self, other) for step in schedule._candidates(until)})
         return next((step for step in steps if self._targets(step) != other._targets(step)), None)

@@ -67,6 +67,9 @@ class HookTarget(Protocol):
     def after_step(self) -> None:
         """Follow the end of a step, taken or skipped."""
 
+    def check_save(self) -> None:
+        """Reject a save, on all ranks if one of them has to, before anything is written or removed."""
+
     def saving(self, checkpoint: Path) -> dict[str, Any]:
         """Write masks into a checkpoint's folder; the return value is stored in its client_state."""
 
@@ -162,14 +165,6 @@ HOOKS = (
         "0.19.8",
         step.averages_parts,
         lambda engine, _: step.add_up_parts(engine),
-    ),
-    Hook(
-        "own entries",
-        "engine.save_checkpoint and engine.load_checkpoint",
-        "a client_state overwrites the values of DeepSpeed that have the same names, which a load returns too",
-        "0.19.8",
-        _always,
-        lambda engine, _: own_loop_state.keep_own_entries(engine),
     ),
     Hook(
         "scheduler",
@@ -332,6 +327,15 @@ HOOKS = (
         "0.19",
         lambda _, mst: mst.follows_steps and not mst.masks_weights,
         lambda engine, mst: saving.after_loading(engine, lambda path: mst.loaded(path, None)),
+    ),
+    Hook(
+        "own entries",
+        "engine.save_checkpoint and engine.load_checkpoint",
+        "a client_state overwrites the values of DeepSpeed that have the same names, which a load returns too; a rank "
+        "that cannot pickle it fails while the others wait",
+        "0.19.8",
+        _always,
+        lambda engine, _: own_loop_state.keep_own_entries(engine),
     ),
 )
 

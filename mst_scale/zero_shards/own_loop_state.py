@@ -6,8 +6,12 @@ it and saves it again, as in DeepSpeed's guide, would overwrite the new values w
 
 from __future__ import annotations
 
+import io
+import pickle
 from collections.abc import Callable
 from typing import Any
+
+import torch
 
 from mst_scale.comm import SharedMistake
 from mst_scale.zero_shards.saving import Given, replace_method
@@ -20,6 +24,25 @@ OF_DEEPSPEED = frozenset({
 """The entries that DeepSpeed writes into every checkpoint."""
 
 
+class _Probe(pickle.Pickler):
+    """Pickles all but the values of tensors."""
+
+    def persistent_id(self, given: Any) -> str | None:
+        return "" if isinstance(given, torch.Tensor | torch.UntypedStorage) else None
+
+
+def _check_pickles(client_state: dict[str, Any]) -> None:
+    """Reject what cannot be saved on all ranks: the one that writes it would leave the others waiting."""
+    for key, value in client_state.items():
+        try:
+            _Probe(io.BytesIO()).dump(value)
+        except Exception as error:  # whatever an object's own code raises
+            raise SharedMistake(
+                f"client_state[{key!r}] cannot be pickled ({' '.join(str(error).split())}): leave it out, or save the "
+                "values from which your program can create it"
+            ) from error
+
+
 def keep_own_entries(engine: Any) -> None:
     """Make `engine.save_checkpoint` save DeepSpeed's values of now, whatever a client_state has under their names."""
     returned: set[str] = set()
@@ -30,6 +53,7 @@ def keep_own_entries(engine: Any) -> None:
             raise SharedMistake(
                 f"client_state has {', '.join(stray)}, where DeepSpeed saves values of its own: choose other names"
             )
+        _check_pickles(state)
         return save(**{**given, "client_state": {k: v for k, v in state.items() if k not in OF_DEEPSPEED}})
 
     def load_checkpoint(load: Callable[..., Any], given: Given) -> Any:

@@ -22,6 +22,18 @@ import torch
 from mst_scale.comm import Damaged, one_line
 from mst_scale.errors import UserError
 
+_trusting = [False]  # whether `load` opens files that this program has written, for all threads that read one
+
+
+@contextlib.contextmanager
+def trusted() -> Iterator[None]:
+    """Return a context in which `load` opens any object: for files that this program has just written."""
+    before, _trusting[0] = _trusting[0], True
+    try:
+        yield
+    finally:
+        _trusting[0] = before
+
 
 def saved_classes() -> list[Any]:
     """Return the classes whose objects DeepSpeed's checkpoints contain in addition to data."""
@@ -39,7 +51,7 @@ def load(path: Path, classes: Sequence[Any] = (), mmap: bool = False) -> Any:
     """
     try:
         with _refusing(), _allowing(classes):
-            return torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
+            return torch.load(path, map_location="cpu", weights_only=not _trusting[0], mmap=mmap)
     except (OSError, MemoryError):
         raise
     except UserError as error:

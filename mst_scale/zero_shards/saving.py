@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from mst_scale.checkpoint_folders import is_universal, remove_outdated, tag_in
+from mst_scale.comm import logger
 from mst_scale.errors import UserError
 from mst_scale.snapshot import SUPPORTED as snapshot_supported
 from mst_scale.snapshot import Snapshot, taking
@@ -183,6 +184,7 @@ def carry_along(engine: Any, mst: Any) -> None:
         engine._copy_recovery_script = _write_scripts
 
     def save_checkpoint(save: Callable[..., Any], given: Given) -> Any:
+        mst.check_save()
         tag = _start_afresh(engine, given)
         # before DeepSpeed's own files, so that its `latest` never names a checkpoint without masks
         head = mst.saving(Path(given["save_dir"]) / tag)
@@ -310,8 +312,14 @@ def fit_universal_checkpoints(engine: Any) -> None:
             if not latest.is_file():
                 raise UserError(f"{latest} does not exist: pass the tag of a checkpoint that mst reshape has written")
             tag = tag_in(latest)
+            _warn_of_a_later_save(latest)
         if (none := missing(Path(load_dir), tag)) is not None:
             raise UserError(none)
+        if not is_universal(folder := Path(load_dir) / tag):
+            raise UserError(
+                f"{folder} does not have the universal layout: run `mst reshape {folder}`, whose copy this program "
+                'finds, and remove "checkpoint": {"load_universal": true} from the DeepSpeed config'
+            )
         # states come later, and from elsewhere; at stage 3 DeepSpeed would read `latest` for weights without states
         of_weights = {"load_optimizer_states": stage != 0}
         path, state = engine._load_checkpoint(load_dir, tag, **{**others, **of_weights})
@@ -322,6 +330,18 @@ def fit_universal_checkpoints(engine: Any) -> None:
         return path, state
 
     replace_method(engine, "load_checkpoint", load_checkpoint)
+
+
+def _warn_of_a_later_save(universal: Path) -> None:
+    """Warn if the file `latest` was written after the one that a load of the universal layout follows."""
+    latest = universal.with_name("latest")
+    if latest.is_file() and latest.stat().st_mtime > universal.stat().st_mtime and tag_in(latest) != tag_in(universal):
+        logger.warning(
+            "loading %s, the latest checkpoint of the universal layout; %s was saved later: to load it, pass its tag "
+            'and remove "checkpoint": {"load_universal": true}',
+            tag_in(universal),
+            tag_in(latest),
+        )  # fmt: skip
 
 
 @contextlib.contextmanager

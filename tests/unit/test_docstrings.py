@@ -2,6 +2,8 @@
 
 import ast
 import importlib
+import inspect
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -80,3 +82,34 @@ def test_overrides_and_private_names_are_exempt(tmp_path: Path):
         "class _C:\n def all(self): ...\n"
     )
     assert list(undocumented(path)) == ["A.other", "B.more"]
+
+
+def in_the_reference() -> Iterator[tuple[str, object]]:
+    """The functions and methods that docs/reference.md lists."""
+    text = (ROOT.parent / "docs" / "reference.md").read_text()
+    for kind, name, options in re.findall(r"\.\. auto(\w+):: (\S+)\n((?: +:.*\n)*)", text):
+        listed = re.search(r":members: (.+)", options)
+        found = {name: resolve(name, {"mst_scale": "mst_scale"})}
+        if kind == "module":
+            module = found.pop(name)
+            names = listed[1].split(", ") if listed else [
+                key for key, value in vars(module).items() if getattr(value, "__module__", "") == name
+            ]  # fmt: skip
+            found = {f"{name}.{key}": getattr(module, key) for key in names if not key.startswith("_")}
+        for place, one in found.items():
+            if inspect.isfunction(one):
+                yield place, one
+            elif inspect.isclass(one) and (kind == "module" or not listed):
+                methods = {key: getattr(value, "__func__", value) for key, value in vars(one).items() if key[0] != "_"}
+                yield from ((f"{place}.{key}", value) for key, value in methods.items() if inspect.isfunction(value))
+
+
+def test_the_reference_describes_every_argument():
+    listed = dict(in_the_reference())
+    assert len(listed) > 100 and "mst_scale.initialize" in listed and "mst_scale.MST.weights" in listed
+    lacking = []
+    for name, function in listed.items():
+        names = [key for key in inspect.signature(function).parameters if key not in ("self", "cls")]
+        described = re.findall(r"^ +\**(\w+)(?: \(.*?\))?: ", inspect.getdoc(function) or "", re.MULTILINE)
+        lacking += [f"{name}: {key}" for key in names if key not in described]
+    assert not lacking

@@ -2,6 +2,7 @@
 
 import os
 import stat
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -220,7 +221,8 @@ class Engine:
 def saved_where_rank_1_has_no_space(rank: int, world: int, folder: str) -> str:
     engine, keeper = Engine(rank), states_of(whole(1), even(world))[rank]
     keeper.exchange = keeper.everyone = Exchange(dist.group.WORLD)
-    carry_along(engine, SimpleNamespace(saving=lambda folder: mask_files.save(folder, keeper, STEP, UNITS)))
+    saving = partial(mask_files.save, state=keeper, step=STEP, units=UNITS)
+    carry_along(engine, SimpleNamespace(check_save=lambda: None, saving=saving))
     engine.save_checkpoint(folder, "first")
     if rank == 1:
         mask_files.file_of(Path(folder) / "second", 1).mkdir(parents=True)  # nothing can be written there

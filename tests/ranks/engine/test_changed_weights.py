@@ -2,6 +2,7 @@
 
 import functools
 import logging
+from pathlib import Path
 from types import SimpleNamespace
 
 import deepspeed
@@ -144,6 +145,20 @@ def test_a_checkpoint_right_after_a_change_has_no_weights_where_the_mask_has_non
             assert message is None and stray == 0
         else:
             assert message is not None and "mst_scale.load_weights" in message
+
+
+def saved_while_one_rank_has_others(rank, world, folder):
+    engine = sparse(world, rank, 2, "bf16")
+    engine.save_checkpoint(folder, tag="same")
+    if rank == 0:  # for an evaluation there
+        edit(engine, lambda parameter: parameter.add_(1))
+    message = said(lambda: engine.save_checkpoint(folder, tag="same"))
+    return message, sorted(path.name for path in (Path(folder) / "same" / "mst").iterdir())
+
+
+def test_a_save_that_one_rank_rejects_is_rejected_by_all_and_removes_nothing(tmp_path):
+    for message, files in pool.run(saved_while_one_rank_has_others, 2, str(tmp_path), seconds=90):
+        assert message is not None and "mst_scale.load_weights" in message and len(files) >= 2
 
 
 def steps_without_gradients(rank, world):

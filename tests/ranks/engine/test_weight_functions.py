@@ -9,6 +9,7 @@ import torch
 
 import mst_scale
 from mst_scale.checkpoints.multiplied import multiplied_weights_of
+from mst_scale.checkpoints.reshape import reshape
 from mst_scale.config import load
 from mst_scale.errors import UserError
 from mst_scale.flops.ledger import forecast
@@ -171,6 +172,10 @@ def test_a_warm_start_takes_weights_and_masks_of_powerpropagation(stage, tmp_pat
     for (saved, begun), densities in pool.run(warmly_started, 2, stage, str(tmp_path)):
         assert begun == pytest.approx(saved, rel=1e-5)
         assert densities[0] == densities[1] and max(densities[0].values()) < 1
+    reshape(tmp_path / "saved", tmp_path / "compact", form="compact")
+    expected, found = (multiplied_weights_of(tmp_path / name) for name in ("saved", "compact"))
+    assert found.compact.keys() == densities[0].keys()
+    assert all(torch.equal(found.read(name), expected.read(name)) for name in expected.shapes)
 
 
 def test_under_powerpropagation_grows_what_grows_without_it():

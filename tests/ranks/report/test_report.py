@@ -308,7 +308,7 @@ def test_the_page_begins_with_the_result_in_a_sentence(tmp_path):
     found = made.write(pictures=False)
     last = made.runs[0].last_val_loss
     assert found["headline"] == (
-        f"Reached a validation loss of {last:.4f} with 2.9× fewer FLOPs than its steps computed dense."
+        f"Reached a validation loss of {last:.4f} with 2.9× fewer FLOPs than the same number of dense steps."
     )
     text = Path(found["page"]).read_text()
     assert text.index(found["headline"]) < text.index('<p class="lead">')

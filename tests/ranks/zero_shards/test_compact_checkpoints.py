@@ -5,6 +5,7 @@ import json
 import shutil
 import subprocess
 import sys
+from argparse import Namespace
 from pathlib import Path
 
 import pytest
@@ -152,8 +153,12 @@ def saved_dense(rank, world, stage, in_background, folder):
     config = constant_config(stage, world, "auto", policy="rigl")
     config["training"] |= {"checkpoint_form": "dense", "async_save": in_background}
     engine = started(config)
-    train(engine, rank, world, FIRST)
-    engine.save_checkpoint(folder, tag="half")
+    train(engine, rank, world, 2)
+    # the writer in the background opens data alone
+    state = {"arguments": {"rate": 1}} if in_background else {"arguments": Namespace(rate=1)}
+    engine.save_checkpoint(folder, tag="half", client_state=state)
+    train(engine, rank, world, FIRST - 2, first=2)
+    engine.save_checkpoint(folder, tag="half", client_state=state)
     found = {**whole_state(engine), **continued(engine, rank, world)}
     engine.mst.finish_save()
     return found
@@ -171,8 +176,11 @@ def resumed_from_latest(rank, world, stage, kind, folder):
 def test_own_loops_save_the_dense_form_if_the_config_says_so(stage, in_background, tmp_path):
     """Any layout and either storage load it by `latest` alone; the next save of the tag has the compact form again."""
     folder, half = str(tmp_path), tmp_path / "half"
+    half.mkdir()
+    (half / "sampler.pt").touch()  # the loop's own
     once = pool.run(saved_dense, 2, stage, in_background, folder)[0]
     assert (half / "zero").is_dir() and not [*half.glob("*_optim_states.pt"), *half.glob("mst/compact*")]
+    assert (half / "sampler.pt").is_file() and not [*tmp_path.rglob("*.partial"), *tmp_path.rglob("zero.old")]
     assert (tmp_path / "latest").read_text() == (tmp_path / "latest_universal").read_text() == "half"
     assert differences([pool.run(resumed_from_latest, 2, stage, "auto", folder)[0]], [once]) == []
     elsewhere = pool.run(resumed_from_latest, 1, 2, "off", folder)[0]

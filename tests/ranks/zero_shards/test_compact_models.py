@@ -221,7 +221,7 @@ def test_bit_equal_with_sequences_cut_over_ranks(stage):
 
 
 WHY = [
-    ({"mst.sparsity.variation": "sv"}, "only long phases of one sparsity are compact, in mst_scale.pretrain"),
+    ({"mst.sparsity.variation": "sv"}, "only long phases of one sparsity are compact, of GPTs in mst_scale.pretrain"),
     ({"mst.sparsity.variation": "sv", "tensor_parallel": {"autotp_size": 2}}, "layers are split over ranks"),
     ({"mst.topology.policy": "snfs"}, "reads momentum"),
     ({"mst.topology.granularity": {"block": 4}}, "granularity is not element"),

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import mst_scale
+from mst_scale.errors import UserError
 from tests.support import pool
 from tests.support.toy_engine import mst_config, train
 from tests.support.toys import toy
@@ -55,6 +56,22 @@ def named_as_deepspeeds(rank, world, folder):
 def test_a_client_state_with_deepspeeds_names_is_rejected(tmp_path):
     for said in pool.run(named_as_deepspeeds, 2, str(tmp_path)):
         assert "client_state has optimizer" in said and "other names" in said
+
+
+def not_pickled(rank, world, folder):
+    engine = made(mst_config(1, world))
+    train(engine, rank, world, 1)
+    engine.save_checkpoint(folder, tag="good", client_state={"ema": {"a": torch.ones(3)}, "epoch": 1})
+    with pytest.raises(UserError, match=r"client_state\['rate'\] cannot be pickled.*leave it out") as caught:
+        engine.save_checkpoint(folder, tag="bad", client_state={"epoch": 1, "rate": lambda step: 0.5**step})
+    loaded = made(mst_config(1, world)).load_checkpoint(folder)[1]
+    return str(caught.value), loaded["ema"]["a"].tolist()
+
+
+def test_a_client_state_that_cannot_be_saved_is_one_line_on_every_rank_and_nothing_is_written(tmp_path):
+    for said, loaded in pool.run(not_pickled, 2, str(tmp_path)):
+        assert len(said.splitlines()) == 1 and loaded == [1.0, 1.0, 1.0]
+    assert not (tmp_path / "bad").exists()
 
 
 def halved(optimizer):

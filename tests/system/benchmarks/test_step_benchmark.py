@@ -335,3 +335,18 @@ def test_scaling_from_files(tmp_path, capsys):
         assert f"| {kind} | 4 |" in capsys.readouterr().out
     with pytest.raises(UserError, match="neither the same sequences per rank nor the same global batch"):
         scaling.main(["--from", str(files[0]), str(files[4]), str(files[5])])
+
+
+def test_files_that_are_no_results_are_named(tmp_path):
+    older = curve("weak", 1, 100)
+    older["rows"][0] = {key.replace("baseline", "rival"): value for key, value in older["rows"][0].items()}
+    cases = {
+        json.dumps(older): "written by mst_scale 0.1; measure it again", "[1]": "not a result", "{": "not a result",
+        '{"rows": []}': "not a result", None: "No such file",
+    }  # fmt: skip
+    for number, (text, message) in enumerate(cases.items()):
+        path = tmp_path / f"{number}.json"
+        if text is not None:
+            path.write_text(text)
+        with pytest.raises(UserError, match=rf"--from .*{number}\.json: .*{message}"):
+            scaling.main(["--from", str(path)])

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from mst_scale.checkpoints import finding, manifests
+from mst_scale.files import write_atomically
 from tests.support import forked, pool, tiny_run, whole_runs
 from tests.support.whole_runs import COMPACT, MST, assert_same_run, attempt, logged_attempt, without_times
 
@@ -23,6 +24,7 @@ CASES = {
     "compact storage, dense form": ({**COMPACT, "zero_optimization": {"stage": 2}}, "dense"),
     "compact storage, compact form": ({**COMPACT, "zero_optimization": {"stage": 3}}, "compact"),
 }
+SLOW = ("stage 1", "stage 2, without masks")
 
 
 arguments = functools.partial(whole_runs.arguments, training={"async_save": True})
@@ -33,7 +35,7 @@ def digests(out: Path, tag: str) -> dict[str, str]:
     return {name: entry["sha256"] for name, entry in files.items()}
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", [pytest.param(name, marks=pytest.mark.slow if name in SLOW else ()) for name in CASES])
 def test_the_files_are_those_of_a_save_that_blocks(tmp_path, case):
     blocks, form = CASES[case]
     for name, key in (("async", "true"), ("blocking", "false")):
@@ -61,7 +63,7 @@ def hold_writer(step: int, written: str) -> None:
         inner(saves, job)
         if saves.ranks.rank == 1 and job.about["step"] == step:
             os.kill(saves.process.pid, signal.SIGSTOP)
-            Path(written).write_text(str(saves.process.pid))
+            write_atomically(Path(written), str(saves.process.pid))
 
     BackgroundSaves._send = send  # type: ignore[method-assign]
 

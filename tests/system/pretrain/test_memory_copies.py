@@ -26,6 +26,7 @@ CASES = {
     "stage 3": {"mst": MST, "zero_optimization": {"stage": 3}},
     "compact storage, stage 2": {**COMPACT, "zero_optimization": {"stage": 2}},
 }
+SLOW = ("stage 1",)
 
 
 @pytest.fixture
@@ -97,7 +98,7 @@ def steps_of(folder: Path, start: int) -> set[int]:
     return {copy.step for copy, _ in memory_copies.list_parts(folder) if copy.start == start}
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", [pytest.param(name, marks=pytest.mark.slow if name in SLOW else ()) for name in CASES])
 def test_a_run_continues_from_memory_after_all_ranks_are_killed(tmp_path, folder, undisturbed, case):
     argv, out = arguments(tmp_path, training=COPIES, **CASES[case]), tmp_path / "out"
     killed(tmp_path, argv, 6, lambda: parts(folder, 6) == [0, 1])

@@ -140,7 +140,7 @@ def test_a_run_with_compiled_blocks_changes_its_storage_and_resumes(tmp_path):
 PIPELINE = ("model.n_layer=2", "mst.targets.lm_head=true", "pipeline.stages=2")
 
 
-@pytest.mark.parametrize(("stage", "form"), [(1, "dense"), (0, "compact")])
+@pytest.mark.parametrize(("stage", "form"), [pytest.param(1, "dense", marks=pytest.mark.slow), (0, "compact")])
 def test_a_pipeline_ends_bit_for_bit_as_with_dense_storage(tmp_path, stage, form):
     """With the head tied across its two stages; it also resumes from its compact steps, there and on one rank."""
     keys = [word for key in (*PIPELINE, f"training.checkpoint_form={form}") for word in ("--set", key)]

@@ -3,7 +3,16 @@
 import json
 import os
 
-from mst_scale.checkpoint_folders import MANIFEST, SOURCE, UNIVERSAL, has_copy, identity_of, remove_outdated
+from mst_scale.checkpoint_folders import (
+    MANIFEST,
+    SOURCE,
+    UNIVERSAL,
+    has_copy,
+    identity_of,
+    is_universal,
+    name_latest,
+    remove_outdated,
+)
 
 
 def saved(folder, content="one"):
@@ -52,3 +61,19 @@ def test_what_another_save_left_is_removed(tmp_path):
     remove_outdated(checkpoint, kept)
     assert {path.name for path in checkpoint.iterdir()} == {*kept, "mst", "notes.txt"}
     remove_outdated(tmp_path / "new")  # nothing was saved there
+
+
+def test_files_of_ranks_are_newer_than_a_universal_layout_next_to_them(tmp_path):
+    """DeepSpeed by itself leaves `zero` in the folder of a tag that it saves again."""
+    (tmp_path / "t" / "zero").mkdir(parents=True)
+    (tmp_path / "t" / "mp_rank_00_model_states.pt").touch()
+    assert is_universal(tmp_path / "t")
+    saved(tmp_path / "t")
+    assert not is_universal(tmp_path / "t")
+
+
+def test_no_earlier_checkpoint_stays_the_latest_universal_one(tmp_path):
+    name_latest(tmp_path / "one", universal=True)
+    assert (tmp_path / "latest").read_text() == (tmp_path / "latest_universal").read_text() == "one"
+    name_latest(tmp_path / "two", universal=False)
+    assert (tmp_path / "latest").read_text() == "two" and not (tmp_path / "latest_universal").exists()
