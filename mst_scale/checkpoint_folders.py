@@ -56,7 +56,7 @@ def has_copy(checkpoint: Path) -> bool:
 def is_universal(checkpoint: Path) -> bool:
     """Return whether a checkpoint has DeepSpeed's universal layout, which any number of ranks can load.
 
-    One that also has files of ranks is not: a program without mst_scale has saved its tag again.
+    One that also has optimizer states of ranks is not: a program without mst_scale has saved its tag again with ZeRO.
     """
     return (checkpoint / "zero").is_dir() and not any(checkpoint.glob("*_optim_states.pt"))
 

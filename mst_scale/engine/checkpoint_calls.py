@@ -34,6 +34,7 @@ from mst_scale.checkpoints.background import WITHOUT_COPY, BackgroundSaves
 from mst_scale.checkpoints.reshape import make_dense, reshape
 from mst_scale.comm import FailedElsewhere, Ranks, logger, new_group
 from mst_scale.comm.own_loops import BEFORE_OTHERS
+from mst_scale.errors import UserError
 from mst_scale.files import PARTIAL
 from mst_scale.snapshot import Snapshot
 
@@ -68,17 +69,24 @@ def save_in_background(engine: Any, dense: bool) -> BackgroundSaves | None:
             return blocking(save, given)
         tag = f"global_step{engine.global_steps}" if given.get("tag") is None else str(given["tag"])
 
+        rejected: list[UserError] = []
+
         def take(snapshot: Snapshot, draft: Path) -> None:
             try:
                 with zero_shards.errors_after_saving(engine, snapshot):
                     save(**{**given, "save_dir": str(draft.parent), "tag": draft.name, "save_latest": False})
             except RuntimeError as error:  # torch reports so that the host has no memory for a copy
                 raise OSError(str(error)) from error
+            except UserError as error:  # on all ranks
+                rejected.append(error)
+                raise
 
         final, latest = folder / tag, bool(given.get("save_latest", True))
         try:
             saves.start(take, final, step=engine.global_steps, about=None, dense=dense, latest=latest)
         except (OSError, FailedElsewhere) as error:
+            if rejected:
+                raise rejected[0] from None
             if isinstance(error, OSError):
                 logger.error("%s %s", error, WITHOUT_COPY)  # warnings of other ranks than the first are not shown
             return blocking(save, given)

@@ -102,7 +102,7 @@ class Schedule:
         """Return the first step of a phase; None if the schedule does not have it.
 
         Args:
-            phase: "warmup", "ultra", "restore", "dense" or "sparse".
+            phase: "warmup", "ultra", "restore" or "dense".
         """
         return next((found.start for found in self.phases if found.name == phase), None)
 

@@ -6,14 +6,15 @@ it and saves it again, as in DeepSpeed's guide, would overwrite the new values w
 
 from __future__ import annotations
 
-import io
 import pickle
 from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from mst_scale.comm import SharedMistake
+from mst_scale.comm.exchange import Exchange
 from mst_scale.zero_shards.saving import Given, replace_method
 
 OF_DEEPSPEED = frozenset({
@@ -24,18 +25,32 @@ OF_DEEPSPEED = frozenset({
 """The entries that DeepSpeed writes into every checkpoint."""
 
 
+class _Nowhere:
+    """A file that keeps nothing."""
+
+    def write(self, data: Any) -> int:
+        return len(data)
+
+
 class _Probe(pickle.Pickler):
-    """Pickles all but the values of tensors."""
+    """Pickles all but the values of tensors, and keeps nothing."""
+
+    def __init__(self) -> None:
+        super().__init__(_Nowhere())
 
     def persistent_id(self, given: Any) -> str | None:
         return "" if isinstance(given, torch.Tensor | torch.UntypedStorage) else None
 
 
-def _check_pickles(client_state: dict[str, Any]) -> None:
-    """Reject what cannot be saved on all ranks: the one that writes it would leave the others waiting."""
+def _check(client_state: dict[str, Any], stray: list[str]) -> None:
+    """Reject names of DeepSpeed, and values that cannot be pickled."""
+    if stray:
+        raise SharedMistake(
+            f"client_state has {', '.join(stray)}, where DeepSpeed saves values of its own: choose other names"
+        )
     for key, value in client_state.items():
         try:
-            _Probe(io.BytesIO()).dump(value)
+            _Probe().dump(value)
         except Exception as error:  # whatever an object's own code raises
             raise SharedMistake(
                 f"client_state[{key!r}] cannot be pickled ({' '.join(str(error).split())}): leave it out, or save the "
@@ -49,12 +64,11 @@ def keep_own_entries(engine: Any) -> None:
 
     def save_checkpoint(save: Callable[..., Any], given: Given) -> Any:
         state = given.get("client_state") or {}
-        if stray := sorted(OF_DEEPSPEED & state.keys() - returned):
-            raise SharedMistake(
-                f"client_state has {', '.join(stray)}, where DeepSpeed saves values of its own: choose other names"
-            )
-        _check_pickles(state)
-        return save(**{**given, "client_state": {k: v for k, v in state.items() if k not in OF_DEEPSPEED}})
+        own = {key: value for key, value in state.items() if key not in OF_DEEPSPEED}
+        stray = sorted(OF_DEEPSPEED & state.keys() - returned)
+        # one rank writes it, and would leave the others waiting; what it has may differ from theirs
+        Exchange(dist.group.WORLD, engine.device).agree(lambda: _check(own, stray))
+        return save(**{**given, "client_state": own})
 
     def load_checkpoint(load: Callable[..., Any], given: Given) -> Any:
         path, state = load(**given)

@@ -57,6 +57,8 @@ def load(path: Path, classes: Sequence[Any] = (), mmap: bool = False) -> Any:
     except UserError as error:
         raise UserError(f"{path}: {one_line(error)}") from None
     except Exception as error:  # whatever a reader of pickles and archives may trip over
+        if _trusting[0] and isinstance(error, TypeError | AttributeError | ImportError):  # an object
+            raise UserError(f"{path} has an object that cannot be loaded again ({one_line(error)})") from None
         raise Damaged(f"{path} is damaged or cut short ({one_line(error)})") from None
 
 

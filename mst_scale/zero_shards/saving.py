@@ -14,7 +14,7 @@ import torch
 
 from mst_scale.checkpoint_folders import is_universal, remove_outdated, tag_in
 from mst_scale.comm import logger
-from mst_scale.errors import UserError
+from mst_scale.errors import Damaged, UserError
 from mst_scale.snapshot import SUPPORTED as snapshot_supported
 from mst_scale.snapshot import Snapshot, taking
 from mst_scale.zero_shards import safe_load
@@ -335,13 +335,13 @@ def fit_universal_checkpoints(engine: Any) -> None:
 def _warn_of_a_later_save(universal: Path) -> None:
     """Warn if the file `latest` was written after the one that a load of the universal layout follows."""
     latest = universal.with_name("latest")
-    if latest.is_file() and latest.stat().st_mtime > universal.stat().st_mtime and tag_in(latest) != tag_in(universal):
-        logger.warning(
-            "loading %s, the latest checkpoint of the universal layout; %s was saved later: to load it, pass its tag "
-            'and remove "checkpoint": {"load_universal": true}',
-            tag_in(universal),
-            tag_in(latest),
-        )  # fmt: skip
+    with contextlib.suppress(OSError, Damaged):  # that file is not loaded
+        here, later = tag_in(universal), tag_in(latest)
+        if latest.stat().st_mtime > universal.stat().st_mtime and here != later:
+            logger.warning(
+                "loading %s, the latest checkpoint of the universal layout; %s was saved later: to load it, pass its "
+                'tag and remove "checkpoint": {"load_universal": true}', here, later,
+            )  # fmt: skip
 
 
 @contextlib.contextmanager

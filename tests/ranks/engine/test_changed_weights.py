@@ -27,9 +27,10 @@ WITH_MASTERS = [(stage, precision) for stage in STAGES for precision in PRECISIO
 STEPS = 8  # of 40: sparse from the third on
 
 
-def sparse(world, rank, stage, precision="fp32", persistence=0, **topology):
+def sparse(world, rank, stage, precision="fp32", persistence=0, *, in_background=False, **topology):
     """An engine after some steps, most of its weights inactive."""
     config = mst_config(stage, world, precision, topology=topology)
+    config["training"]["async_save"] = in_background
     if stage == 3:
         config["zero_optimization"]["stage3_param_persistence_threshold"] = persistence
     engine, *_ = mst_scale.initialize(model=toy(), config=config)
@@ -147,17 +148,19 @@ def test_a_checkpoint_right_after_a_change_has_no_weights_where_the_mask_has_non
             assert message is not None and "mst_scale.load_weights" in message
 
 
-def saved_while_one_rank_has_others(rank, world, folder):
-    engine = sparse(world, rank, 2, "bf16")
+def saved_while_one_rank_has_others(rank, world, in_background, folder):
+    engine = sparse(world, rank, 2, "bf16", in_background=in_background)
     engine.save_checkpoint(folder, tag="same")
+    engine.mst.finish_save()
     if rank == 0:  # for an evaluation there
         edit(engine, lambda parameter: parameter.add_(1))
     message = said(lambda: engine.save_checkpoint(folder, tag="same"))
     return message, sorted(path.name for path in (Path(folder) / "same" / "mst").iterdir())
 
 
-def test_a_save_that_one_rank_rejects_is_rejected_by_all_and_removes_nothing(tmp_path):
-    for message, files in pool.run(saved_while_one_rank_has_others, 2, str(tmp_path), seconds=90):
+@pytest.mark.parametrize("in_background", [False, True])
+def test_a_save_that_one_rank_rejects_is_rejected_by_all_and_removes_nothing(tmp_path, in_background):
+    for message, files in pool.run(saved_while_one_rank_has_others, 2, in_background, str(tmp_path), seconds=90):
         assert message is not None and "mst_scale.load_weights" in message and len(files) >= 2
 
 

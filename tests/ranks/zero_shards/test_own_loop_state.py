@@ -58,18 +58,24 @@ def test_a_client_state_with_deepspeeds_names_is_rejected(tmp_path):
         assert "client_state has optimizer" in said and "other names" in said
 
 
-def not_pickled(rank, world, folder):
-    engine = made(mst_config(1, world))
+def not_pickled(rank, world, folder, where, in_background):
+    config = mst_config(1, world)
+    config["training"]["async_save"] = in_background
+    engine = made(config)
     train(engine, rank, world, 1)
     engine.save_checkpoint(folder, tag="good", client_state={"ema": {"a": torch.ones(3)}, "epoch": 1})
+    rate = (lambda step: 0.5**step) if rank in where else None
     with pytest.raises(UserError, match=r"client_state\['rate'\] cannot be pickled.*leave it out") as caught:
-        engine.save_checkpoint(folder, tag="bad", client_state={"epoch": 1, "rate": lambda step: 0.5**step})
+        engine.save_checkpoint(folder, tag="bad", client_state={"epoch": 1, "rate": rate})
+    engine.mst.finish_save()
     loaded = made(mst_config(1, world)).load_checkpoint(folder)[1]
     return str(caught.value), loaded["ema"]["a"].tolist()
 
 
-def test_a_client_state_that_cannot_be_saved_is_one_line_on_every_rank_and_nothing_is_written(tmp_path):
-    for said, loaded in pool.run(not_pickled, 2, str(tmp_path)):
+@pytest.mark.parametrize(("where", "in_background"), [((0, 1), False), ((0,), True), ((1,), False)])
+def test_a_client_state_that_cannot_be_saved_is_one_line_on_every_rank(tmp_path, where, in_background):
+    """Whoever has it, and nothing is written."""
+    for said, loaded in pool.run(not_pickled, 2, str(tmp_path), where, in_background, seconds=90):
         assert len(said.splitlines()) == 1 and loaded == [1.0, 1.0, 1.0]
     assert not (tmp_path / "bad").exists()
 
