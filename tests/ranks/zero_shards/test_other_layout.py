@@ -121,7 +121,9 @@ def without_a_checkpoint(rank, world, stage, more, folder):
     engine, *_ = mst_scale.initialize(model=toy(), config=config)
     engine.save_checkpoint(folder, tag="here")
     said = []
-    nowhere = [{"load_dir": f"{folder}/empty"}] if more else []  # of its own files, DeepSpeed then loads none
+    nowhere = (
+        [{"tag": "here"}, {"load_dir": f"{folder}/empty"}] if more else []
+    )  # of its own files, DeepSpeed then loads none
     for given in ({"tag": "there"}, {"tag": "empty"}, {"load_dir": f"{folder}/other"}, *nowhere):
         again, *_ = mst_scale.initialize(model=toy(), config=config | more)
         try:
@@ -141,6 +143,7 @@ def test_a_checkpoint_that_is_not_there_is_named(tmp_path, stage, more):
     for said in pool.run(without_a_checkpoint, 2, stage, more, str(tmp_path)):
         if more:
             assert said.pop().startswith(f"{tmp_path}/empty/latest_universal does not exist")
+            assert said.pop().startswith(f"{tmp_path}/here does not have the universal layout: run `mst reshape")
         assert said == [
             f"there is no checkpoint {tmp_path}/there: the folder has here",
             f"there is no checkpoint {tmp_path}/empty: the folder has here",
