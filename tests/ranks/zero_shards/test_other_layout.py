@@ -121,9 +121,8 @@ def without_a_checkpoint(rank, world, stage, more, folder):
     engine, *_ = mst_scale.initialize(model=toy(), config=config)
     engine.save_checkpoint(folder, tag="here")
     said = []
-    nowhere = (
-        [{"tag": "here"}, {"load_dir": f"{folder}/empty"}] if more else []
-    )  # of its own files, DeepSpeed then loads none
+    # of its own files, DeepSpeed then loads none
+    nowhere = [{"tag": "here"}, {"load_dir": f"{folder}/empty"}] if more else []
     for given in ({"tag": "there"}, {"tag": "empty"}, {"load_dir": f"{folder}/other"}, *nowhere):
         again, *_ = mst_scale.initialize(model=toy(), config=config | more)
         try:
