@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from mst_scale.comm import SharedMistake
+from mst_scale.comm import SharedMistake, one_line
 from mst_scale.comm.exchange import Exchange
 from mst_scale.zero_shards.saving import Given, replace_method
 
@@ -53,7 +53,7 @@ def _check(client_state: dict[str, Any], stray: list[str]) -> None:
             _Probe().dump(value)
         except Exception as error:  # whatever an object's own code raises
             raise SharedMistake(
-                f"client_state[{key!r}] cannot be pickled ({' '.join(str(error).split())}): leave it out, or save the "
+                f"client_state[{key!r}] cannot be pickled ({one_line(error)}): leave it out, or save the "
                 "values from which your program can create it"
             ) from error
 

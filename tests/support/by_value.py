@@ -24,7 +24,7 @@ class _Pickler(pickle.Pickler):
 
 
 def dumps(given: Any) -> bytes:
-    """Return the pickle of any value; `pickle.loads` reads it.."""
+    """Return the pickle of any value; `pickle.loads` reads it."""
     file = io.BytesIO()
     _Pickler(file, protocol=pickle.HIGHEST_PROTOCOL).dump(given)
     return file.getvalue()

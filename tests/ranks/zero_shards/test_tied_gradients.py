@@ -9,7 +9,6 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from mst_scale.config import ModelConfig
 from mst_scale.mixed_growing.masks import assemble, sha256
@@ -19,6 +18,7 @@ from mst_scale.zero_shards import HOOKS, tied_gradients
 from mst_scale.zero_shards.dense_store import dense_store
 from mst_scale.zero_shards.step import NamedCollectives
 from tests.support import pool
+from tests.support.by_value import gathered
 from tests.support.compact_pipelines import config, started, step
 from tests.support.layouts import Layout
 
@@ -32,8 +32,7 @@ def copies(engine: Any) -> list[dict[str, Any]]:
     own, mask = store.slices[0], engine.mst.masks.stored().get(WTE)
     values = {"master": store.weight(0), **store.states(0)}
     mine = engine.grid.get_stage_id(), own.start, {key: value.clone() for key, value in values.items()}, mask
-    ranks: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(ranks, mine)
+    ranks = gathered(mine)
     found = []
     for stage in range(2):
         parts = sorted((r for r in ranks if r[0] == stage), key=lambda r: r[1])

@@ -339,7 +339,7 @@ def test_scaling_from_files(tmp_path, capsys):
 
 def test_files_that_are_no_results_are_named(tmp_path):
     older = curve("weak", 1, 100)
-    older["rows"][0] = {key.replace("baseline", "rival"): value for key, value in older["rows"][0].items()}
+    older["rows"][0] = {key: value for key, value in older["rows"][0].items() if "baseline" not in key}
     cases = {
         json.dumps(older): "written by mst_scale 0.1; measure it again", "[1]": "not a result", "{": "not a result",
         '{"rows": []}': "not a result", None: "No such file",
