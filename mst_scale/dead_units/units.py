@@ -31,6 +31,7 @@ from mst_scale.dead_units import KINDS, Tally
 from mst_scale.hybrid_sparse_attention import SelfAttention
 from mst_scale.mixed_growing import packed_bits
 from mst_scale.shard import Shard
+from mst_scale.sparse_linear.guarded import parameter_of
 from mst_scale.zero_shards import is_linear, named_parameters, shape_of
 
 
@@ -289,7 +290,7 @@ def _transposed(linear: nn.Module) -> bool:
 
 
 def _width(linear: nn.Module, inputs: bool = False) -> int:
-    weight: Any = linear.weight
+    weight: Any = parameter_of(linear.weight)
     return int(shape_of(weight)[int(inputs != _transposed(linear))])
 
 
@@ -297,7 +298,7 @@ def _factor(
     names: Mapping[int, str], linear: Any, *, inputs: bool = False, first: int = 0, group: int = 1, width: int = 1
 ) -> Factor:
     """Return the factor of a linear layer, for units that are its outputs (with biases) or its `inputs`."""
-    weight, bias = linear.weight, None if inputs else linear.bias
+    weight, bias = parameter_of(linear.weight), None if inputs else linear.bias
     for parameter in (weight,) if bias is None else (weight, bias):
         if not parameter.requires_grad:
             raise _LeftOut("its weights are frozen")

@@ -35,8 +35,9 @@ from mst_scale.mixed_growing.masks import LayerMask
 from mst_scale.shard import Shard
 from mst_scale.sparse_linear.compact import compact_cross_entropy
 from mst_scale.sparse_linear.compact_index import CompactIndex
+from mst_scale.sparse_linear.guarded import CompactLayer, parameter_of
 from mst_scale.sparse_linear.layers import stored_across
-from mst_scale.sparse_linear.replaced import replace_forward
+from mst_scale.sparse_linear.replaced import Replaced, replace_forward
 from mst_scale.zero_shards import indexes_of, mark, mark_model, shape_of, stages_of
 
 # In evaluation they pass weights of their layers to kernels.
@@ -152,6 +153,7 @@ def _convert(
     choose = _FirstPositions(experiment, stages.joined(shapes), replicas)
     digests: dict[str, str] = {}
     made: dict[int, nn.Parameter] = {}
+    tied = set(model.tied_modules.values()) if isinstance(model, PipelineModule) else set()
     for name, parameter in targets.items():
         with deepspeed.zero.GatheredParameters([parameter] if hasattr(parameter, "ds_id") else []):
             index = CompactIndex(name, shapes[name], choose(name, parameter.detach()))
@@ -168,9 +170,9 @@ def _convert(
             for key, own in list(module._parameters.items()):
                 if own is parameter:
                     module._parameters[key] = compact
-                    _compute_with(module, index)
+                    _compute_with(module, index, read_by_deepspeed=module in tied)
         for module in model.modules():
-            if hasattr(module, "head_product") and module.get_output_embeddings().weight is compact:
+            if hasattr(module, "head_product") and parameter_of(module.get_output_embeddings().weight) is compact:
                 module.head_product = _Head(index)
                 if hasattr(module, "head_loss"):
                     module.head_loss = module.head_product.loss
@@ -233,14 +235,21 @@ def _take_first_ranks(weight: torch.Tensor, replicas: Any) -> None:
     weight.copy_(sent)
 
 
-def _compute_with(module: nn.Module, index: CompactIndex) -> None:
-    """Let a module compute with the values that its parameter stores from now on."""
+def _compute_with(module: nn.Module, index: CompactIndex, *, read_by_deepspeed: bool) -> None:
+    """Let a module compute with the values that its parameter stores from now on.
+
+    Args:
+        module: one that has the parameter as its weight.
+        index: of the parameter.
+        read_by_deepspeed: DeepSpeed reads the weight of tied layers of a pipeline from the module, so that it cannot be
+            guarded.
+    """
     index.across = index.across or type(module) in stored_across()
     if isinstance(module, nn.Embedding):
         forward = functools.partial(_embedding, module, index)
         module.forward = functools.wraps(type(module).forward)(forward)  # type: ignore[method-assign]
     else:
-        replace_forward(module, _linear, index)
+        replace_forward(module, _linear, index, Replaced if read_by_deepspeed else CompactLayer)
     module._register_state_dict_hook(functools.partial(_save_matrix, index=index))
     module._register_load_state_dict_pre_hook(functools.partial(_load_matrix, index=index))
 
@@ -265,7 +274,8 @@ def _values_of(module: nn.Module, index: CompactIndex) -> torch.Tensor:
             f"{index.name} was pruned or parametrized, but this layer stores its active weights as a vector: set "
             "mst.compute.compact to off to do that to a model in training"
         )
-    values: torch.Tensor = module.weight  # type: ignore[assignment]
+    values = module._parameters["weight"]
+    assert values is not None
     return values
 
 
@@ -276,7 +286,7 @@ class _Head:
         self.index = index
 
     def __call__(self, x: torch.Tensor, values: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        return compact_linear(x, values, self.index, bias)
+        return compact_linear(x, parameter_of(values), self.index, bias)
 
     def loss(
         self, x: torch.Tensor, values: torch.Tensor, targets: torch.Tensor, count: torch.Tensor | None = None
@@ -284,7 +294,7 @@ class _Head:
         """Return the cross-entropy without keeping the logits, or None if they have to be computed."""
         if self.index.on_gradient is not None:
             return None
-        return compact_cross_entropy(x, values[: self.index.count], targets, self.index, count)
+        return compact_cross_entropy(x, parameter_of(values)[: self.index.count], targets, self.index, count)
 
 
 # --- state dicts have the whole matrix ---

@@ -10,6 +10,7 @@ from mst_scale.comm import logger
 from mst_scale.config import TargetsConfig
 from mst_scale.engine.adapters import adapters_of
 from mst_scale.errors import UserError
+from mst_scale.sparse_linear.guarded import parameter_of
 from mst_scale.zero_shards import TABLES, named_parameters, shape_of, stages_of
 
 BIAS = re.compile(r"(^|[._])bias(_table)?$")
@@ -61,4 +62,4 @@ def choose_targets(model: nn.Module, targets: TargetsConfig, frozen: bool = Fals
 def head_of(model: nn.Module) -> nn.Parameter | None:
     """Return the weight of the output projection, by the convention of Hugging Face's models and ours."""
     output = getattr(model, "get_output_embeddings", lambda: None)()
-    return getattr(output, "weight", None)
+    return parameter_of(getattr(output, "weight", None))

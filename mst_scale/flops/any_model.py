@@ -26,6 +26,7 @@ from mst_scale.flops.ledger import OPTIMIZER_KEY, with_reductions
 from mst_scale.hybrid_sparse_attention import SelfAttention
 from mst_scale.hybrid_sparse_attention.hugging_face import is_attention
 from mst_scale.hybrid_sparse_attention.pattern import ACCOUNTINGS, Pattern
+from mst_scale.sparse_linear.guarded import parameter_of
 from mst_scale.zero_shards import TABLES, cut_of, named_parameters, shape_of
 
 
@@ -67,7 +68,7 @@ class ModelLedger:
         self.convolutions = sum(isinstance(module, _ConvNd) for module in model.modules())  # which are not counted
         self.measuring = []
         for module in model.modules():
-            weight: Any = getattr(module, "weight", None)
+            weight: Any = parameter_of(getattr(module, "weight", None))
             if id(weight) in names and id(weight) not in heads and _multiplies(module):
                 product = self.products.setdefault(id(weight), Product(names[id(weight)], weight.requires_grad))
                 self.measuring.append(module.register_forward_hook(partial(self._measure, product)))
@@ -168,7 +169,7 @@ def _head(module: Any) -> tuple[nn.Parameter, nn.Module] | None:
     norm = getattr(module, "ln_h", getattr(module, "ln_f", None))
     if norm is None or not hasattr(module, "head_product"):
         return None
-    return module.get_output_embeddings().weight, norm
+    return parameter_of(module.get_output_embeddings().weight), norm
 
 
 def _size(batch: Any) -> tuple[int, int]:

@@ -5,6 +5,7 @@ compact          layers of which only the active weights exist
 compact_index    which weights these are
 layers           a model's sparse layers, and the masks that they follow
 replaced         replaces what a layer computes, by giving it a class of its own
+guarded          the weight of a compact layer, which is no matrix
 dispatch         which backend computes a layer
 crossovers       the sparsity from which a backend is faster than a dense product: lookup
 measuring        the same: measurement on this machine's CPU

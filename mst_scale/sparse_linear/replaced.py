@@ -25,6 +25,8 @@ class Replaced:
     """The layer's own class."""
     how: ClassVar[Any]
     """The function that computes."""
+    base: ClassVar[type]
+    """The class that the layer was given as its base."""
     replacement: Any
     """What it computes with, such as the product of a sparse parameter."""
 
@@ -35,11 +37,11 @@ class Replaced:
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         module: Any = self
-        return _remade, (self.layer, self.how), module.__getstate__()
+        return _remade, (self.layer, self.how, self.base), module.__getstate__()
 
 
-def replace_forward(module: nn.Module, how: Forward, replacement: Any) -> None:
-    """Let a layer compute `how(layer, replacement, x)` from now on.
+def replace_forward(module: nn.Module, how: Forward, replacement: Any, base: type = Replaced) -> None:
+    """Let a layer compute `how(layer, replacement, x)` from now on, with what else the base class changes.
 
     Raises:
         UserError: if something else has replaced `forward` of this layer already, which would still be called.
@@ -51,7 +53,7 @@ def replace_forward(module: nn.Module, how: Forward, replacement: Any) -> None:
         )
     layer: Any = module
     layer.replacement = replacement
-    layer.__class__ = _class_of(layer_type(module), how)
+    layer.__class__ = _class_of(layer_type(module), how, base)
 
 
 def restore_forward(module: nn.Module) -> None:
@@ -68,9 +70,9 @@ def layer_type(module: nn.Module) -> type:
 
 
 @functools.cache
-def _class_of(layer: Any, how: Forward) -> type:
-    return type(f"Sparse{layer.__name__}", (Replaced, layer), {"layer": layer, "how": staticmethod(how)})
+def _class_of(layer: Any, how: Forward, base: type) -> type:
+    return type(f"Sparse{layer.__name__}", (base, layer), {"layer": layer, "how": staticmethod(how), "base": base})
 
 
-def _remade(layer: type, how: Forward) -> Any:
-    return object.__new__(_class_of(layer, how))
+def _remade(layer: type, how: Forward, base: type) -> Any:
+    return object.__new__(_class_of(layer, how, base))

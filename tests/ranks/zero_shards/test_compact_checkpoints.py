@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import sys
 from argparse import Namespace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -272,11 +273,11 @@ def not_followed(rank, world):
     x = torch.randn(3, 13, requires_grad=True)
     with pytest.raises(UserError, match=r"torch\.func"):
         torch.func.grad(lambda x: engine.module.up(x).sum())(x)
-    prune.l1_unstructured(engine.module.up, "weight", amount=0.1)
-    parametrizations.weight_norm(engine.module.down)
-    for layer, width in ((engine.module.up, 13), (engine.module.down, 37)):
-        with pytest.raises(UserError, match=r"pruned or parametrized.*set mst\.compute\.compact to off"):
-            layer(torch.randn(3, width))
+    up, down = engine.module.up, engine.module.down
+    for change in (partial(prune.l1_unstructured, up, "weight", 0.1), partial(parametrizations.weight_norm, down)):
+        with pytest.raises(UserError, match=r"(up|down)\.weight.*set mst\.compute\.compact to off"):
+            change()
+    up(torch.randn(3, 13)), down(torch.randn(3, 37))  # they are as they were
     return True
 
 
@@ -287,9 +288,10 @@ def test_copies_and_transforms_are_rejected_in_one_line():
 def second_derivatives(rank, world):
     """Of the squared gradient of the active weights, with compact and with dense storage."""
     compact, dense = (started(constant_config(0, world, kind, policy="rigl")).module for kind in ("auto", "off"))
-    index = zero_shards.index_of(compact.up.weight)
-    (first,) = torch.autograd.grad(compact(*toy_batch(0, 0)), compact.up.weight, create_graph=True)
-    (mine,) = torch.autograd.grad(first.square().sum(), compact.up.weight)
+    weight = dict(compact.named_parameters())["up.weight"]
+    index = zero_shards.index_of(weight)
+    (first,) = torch.autograd.grad(compact(*toy_batch(0, 0)), weight, create_graph=True)
+    (mine,) = torch.autograd.grad(first.square().sum(), weight)
     (first,) = torch.autograd.grad(dense(*toy_batch(0, 0)), dense.up.weight, create_graph=True)
     (theirs,) = torch.autograd.grad(index.collect(first).square().sum(), dense.up.weight)
     return mine, index.to_store(theirs)
