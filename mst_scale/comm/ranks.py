@@ -14,6 +14,7 @@ import itertools
 import math
 import os
 import sys
+import threading
 import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -29,6 +30,7 @@ from mst_scale.compiled.first_use import announced
 
 T = TypeVar("T")
 _POLL_EVERY = timedelta(seconds=10)
+SECONDS_TO_AGREE = 60.0  # in which a rank with an error waits for the other ranks
 
 
 @dataclass(frozen=True)
@@ -73,10 +75,12 @@ class Ranks:
         """Call `run` on every rank and return this rank's result.
 
         If it fails on any rank, all ranks raise: the lowest rank on which it failed raises its error, and all others
-        raise `FailedElsewhere`.
+        raise `FailedElsewhere`. A rank on which it failed waits only for a while, because the others may be in a
+        collective of `run` that it has not reached. When it ends, `Watch` ends them.
         """
         value, error = self._attempt(run)
-        for rank, verdict in enumerate(self.all(error)):
+        verdicts = self.all(error) if error is None else self._all_in_time(error)
+        for rank, verdict in enumerate(verdicts):
             if verdict is not None:
                 self._fail(verdict, rank)
         return value
@@ -92,6 +96,16 @@ class Ranks:
         found: list[Any] = [None] * self.world_size
         dist.all_gather_object(found, mine, group=self.control)
         return found
+
+    def _all_in_time(self, error: Exception) -> list[Exception | None]:
+        """Return the errors of all ranks, or raise this rank's own if the others do not give theirs in time."""
+        found: list[list[Exception | None]] = []
+        thread = threading.Thread(target=lambda: found.append(self.all(error)), name="mst_scale agree", daemon=True)
+        thread.start()
+        thread.join(SECONDS_TO_AGREE)
+        if not found:
+            raise error
+        return found[0]
 
     def any(self, flag: bool) -> bool:
         """Return whether the flag is set on any rank."""

@@ -58,8 +58,17 @@ Result = TypeVar("Result")
 Ids = tuple[bytes, int, int]  # of one split: the ids, the number of documents that end, the highest id
 
 
-def prepare(recipe: Recipe, out: str | Path, *, workers: int | None = None, force: bool = False) -> dict[str, Any]:
+def prepare(
+    recipe: Recipe, out: str | Path, *, workers: int | None = None, force: bool = False, keep: bool = False
+) -> dict[str, Any]:
     """Make the corpus in `out`, finish it, or find it there, and return its meta.json.
+
+    Args:
+        recipe: how to make it.
+        out: its folder.
+        workers: processes that tokenize; by default one per core.
+        force: whether to make it even if `out` holds something.
+        keep: whether to take a finished corpus although the files of its source have changed since, with a warning.
 
     Raises:
         UserError: if `out` holds something else (`force` replaces it) or the recipe cannot be followed.
@@ -71,7 +80,7 @@ def prepare(recipe: Recipe, out: str | Path, *, workers: int | None = None, forc
     out = Path(out)
     identity = recipe.identity()
     unfinished = UnfinishedCorpus(out)
-    if not force and not unfinished.folder.exists() and (meta := _finished(out, recipe, identity)):
+    if not force and not unfinished.folder.exists() and (meta := _finished(out, recipe, identity, keep)):
         return meta
     text: tuple[Tokenizer, Source] | None = None
     stale = unfinished.complete and _has_changed(recipe, unfinished.source())
@@ -83,7 +92,7 @@ def prepare(recipe: Recipe, out: str | Path, *, workers: int | None = None, forc
         if force:
             if unfinished.complete or not (unfinished.resumable and unfinished.recipe() == identity):
                 unfinished.empty()  # else this rebuild was stopped, and continues
-        elif meta := _finished(out, recipe, identity):
+        elif meta := _finished(out, recipe, identity, keep):
             unfinished.discard()  # left over from a rebuild that was abandoned
             return meta
         else:
@@ -102,7 +111,7 @@ def prepare(recipe: Recipe, out: str | Path, *, workers: int | None = None, forc
     return read_meta(out)
 
 
-def _finished(out: Path, recipe: Recipe, identity: dict[str, Any]) -> dict[str, Any] | None:
+def _finished(out: Path, recipe: Recipe, identity: dict[str, Any], keep: bool) -> dict[str, Any] | None:
     """Return the meta.json of the corpus in `out`, None if there is none; raise an error if it is another corpus."""
     if not (out / META).exists():
         return None
@@ -111,9 +120,10 @@ def _finished(out: Path, recipe: Recipe, identity: dict[str, Any]) -> dict[str, 
         raise UserError(f"{out} holds a corpus with {difference}; choose another folder, or --force to replace it")
     check_sizes(out, meta)
     if _has_changed(recipe, meta["source"]):
-        raise UserError(
-            f"the files of the source have changed since {out} was built from them; --force builds it again"
-        )
+        changed = f"the files of the source have changed since {out} was built from them"
+        if not keep:
+            raise UserError(f"{changed}; --force builds it again")
+        _say(f"{changed}: the run continues with this corpus")
     return meta
 
 

@@ -24,6 +24,7 @@ from mst_scale.config.deepspeed import batch_shape, largest_micro
 from mst_scale.config.parallel import KEYS, sizes_of
 from mst_scale.config.presets import describe_missing, ready_configs
 from mst_scale.errors import UserError
+from mst_scale.flops.budgets import shortened
 from mst_scale.pretrain.resume import validate_same_model
 from mst_scale.pretrain.start import load_experiment, output_folder, parse_arguments, read_experiment
 
@@ -252,6 +253,8 @@ def describe_run(request: Request, processes: int) -> str:
     """Describe in one line what a launcher would start on this machine."""
     experiment = request.experiment
     data, device = experiment.data, "on the CPU" if os.environ.get("DS_ACCELERATOR") == "cpu" else "on GPUs"
+    replicas = max(1, processes // sizes_of(experiment.deepspeed).model)
+    steps = shortened(experiment, replicas).training.steps  # of dense-short, fewer than the config says
     several = "process" if processes == 1 else "processes"
     corpus = data.dir or f"corpora/{data.source}"
-    return f"{processes} {several} {device}, {experiment.training.steps:,} steps, corpus {corpus}, output {request.out}"
+    return f"{processes} {several} {device}, {steps:,} steps, corpus {corpus}, output {request.out}"

@@ -14,7 +14,7 @@ from mst_scale.config.presets import shipped_folder
 from mst_scale.errors import Damaged, UserError
 from mst_scale.launch import local
 from mst_scale.launch.environment import default_processes, gpus, set_default
-from mst_scale.launch.supervisor import print_message
+from mst_scale.launch.supervisor import print_message, unblock
 from mst_scale.pretrain.outcome import folder_of
 
 CONFIG = "ds_configs/demo.json"
@@ -29,6 +29,7 @@ def main(words: list[str]) -> int:
         set_default("OMP_NUM_THREADS", "1")
     arguments = ["--out", "runs/demo", *words]
     code = local.run(CONFIG, arguments, min(default_processes(), 2))
+    unblock()  # nothing is left to save
     if code == 0 and (run := folder_of(["--deepspeed_config", CONFIG, *arguments])) is not None:
         show(run)
     return code

@@ -58,6 +58,8 @@ def main(words: list[str]) -> int:
     if not re.fullmatch("[0-9]+(,[0-9]+)*", options.seeds):
         raise UserError(f"--seeds {options.seeds}: separate the numbers with commas")
     methods, seeds, out = options.methods.split(","), options.seeds.split(","), Path(options.out)
+    if len({*methods}) < len(methods) or len({*map(int, seeds)}) < len(seeds):
+        raise UserError(f"--methods {options.methods} --seeds {options.seeds}: give each only once")
     if options.table:
         _print_table(out, methods, seeds)
         return 0

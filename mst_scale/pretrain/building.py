@@ -27,13 +27,12 @@ from mst_scale.tensor_parallel import TensorGroup
 
 
 def build_engine(
-    experiment: Experiment, out: Path, weights: dict[str, Tensor] | None, mesh: Mesh | None, source: Path | None
+    experiment: Experiment, monitors: Any, weights: dict[str, Tensor] | None, mesh: Mesh | None, source: Path | None
 ) -> Any:
     """Return DeepSpeed's engine around the experiment's model, filled with the initial weights if there are any.
 
     The weights of the checkpoint `source` come later.
     """
-    experiment = replace(experiment, deepspeed=without_sizes(experiment.deepspeed))
     torch.manual_seed(experiment.training.seed)
     model = _build_model(experiment, mesh)
     if weights is not None:
@@ -42,23 +41,35 @@ def build_engine(
         _put_zeros(model, source)
     if "activation_checkpointing" in experiment.deepspeed:
         deepspeed.checkpointing.configure(None, deepspeed_config=experiment.deepspeed)
-    # TensorBoard's files next to the metrics unless the config decides otherwise; DeepSpeed itself prints nothing
-    tensorboard = {"enabled": True, "output_path": str(out / "tensorboard"), "job_name": ""}
-    defaults = {"tensorboard": tensorboard, "steps_per_print": 2**31}
-    engine: Any = initialize(
-        model=model,
-        model_parameters=parameter_groups(model, experiment),
-        config=replace(experiment, deepspeed={**defaults, **experiment.deepspeed}),
-        # a pipeline has its own mpu with the same ranks
-        mpu=None if isinstance(model, deepspeed.PipelineModule) else mesh,
-    )[0]
+    with zero_shards.engine_takes(monitors):
+        engine: Any = initialize(
+            model=model,
+            model_parameters=parameter_groups(model, experiment),
+            config=experiment,
+            # a pipeline has its own mpu with the same ranks
+            mpu=None if isinstance(model, deepspeed.PipelineModule) else mesh,
+        )[0]
     if experiment.training.compile:
         for block in blocks_of(engine.module):
             block.compile()
-    # if a monitor cannot write (including DeepSpeed's own numbers of each step), only these numbers are lost
-    write, disk = engine.monitor.write_events, OptionalWrites()
-    engine.monitor.write_events = lambda events: disk.attempt("TensorBoard's numbers", lambda: write(events))
     return engine
+
+
+def with_defaults(experiment: Experiment, out: Path) -> Experiment:
+    """Return the experiment with our defaults for DeepSpeed: it prints nothing, and writes TensorBoard's files.
+
+    They are next to the metrics unless the config decides otherwise.
+    """
+    tensorboard = {"enabled": True, "output_path": str(out / "tensorboard"), "job_name": ""}
+    defaults = {"tensorboard": tensorboard, "steps_per_print": 2**31}
+    return replace(experiment, deepspeed={**defaults, **without_sizes(experiment.deepspeed)})
+
+
+def open_monitors(config: dict[str, Any]) -> Any:
+    """Open the monitors of DeepSpeed's config; where one cannot write, only its numbers are lost."""
+    monitors = zero_shards.open_monitors(config)
+    zero_shards.write_separately(monitors, OptionalWrites().attempt)
+    return monitors
 
 
 def _put_zeros(model: torch.nn.Module, checkpoint: Path) -> None:

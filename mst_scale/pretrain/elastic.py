@@ -76,7 +76,7 @@ def fit_batch(experiment: Experiment, world: int) -> Experiment:
         batch_shape(deepspeed, replicas)
     except UserError:
         deepspeed.pop("gradient_accumulation_steps", None)
-        micro = deepspeed.get("train_micro_batch_size_per_gpu", total)
+        micro = deepspeed.get("train_micro_batch_size_per_gpu") or total
         deepspeed["train_micro_batch_size_per_gpu"] = largest_micro(total, micro, replicas)
         logger.info(
             "a global batch of %d sequences on %d replicas: micro-batches of %d",

@@ -34,7 +34,7 @@ from mst_scale.hugging_face import start_from
 from mst_scale.models.initial_weights import not_drawn
 from mst_scale.plan.expected_gain import describe_start
 from mst_scale.pretrain import elastic, extending, growth, resume, storage, validation
-from mst_scale.pretrain.building import build_engine
+from mst_scale.pretrain.building import build_engine, open_monitors, with_defaults
 from mst_scale.run_logging import run_file
 from mst_scale.run_logging.run_file import PAUSED, RunFile
 
@@ -142,7 +142,7 @@ def prepare(
     else:
         stretch = ranks.on_first(lambda: storage.stretch_of(stretches, source))
     begins("corpus", f" {fitted.data.dir or fitted.data.source or ''}")
-    folder = ranks.on_first(lambda: _prepare_corpus(fitted.data), long=True)
+    folder = ranks.on_first(lambda: _prepare_corpus(fitted.data, begun=source is not None), long=True)
     train, val = ranks.agree(lambda: _open_splits(fitted, folder, check_ids=ranks.first))
     tasks = None
     if fitted.training.eval_tasks is not None:
@@ -159,9 +159,10 @@ def prepare(
     begins("model and engine", f" ({fitted.model.weights:,} weights)")
     saved = None if source is None else ranks.on_first(lambda: (manifests.head(source) or {}).get("optimizer"))
     of_engine = ranks.agree(lambda: validation.choose_adam(fitted, source is None, saved))
-    of_engine = storage.for_engine(of_engine, stretches, stretch)
+    of_engine = with_defaults(storage.for_engine(of_engine, stretches, stretch), out)
+    monitors = ranks.agree(lambda: open_monitors(of_engine.deepspeed))
     with contextlib.nullcontext() if handover is None else not_drawn():
-        engine = ranks.agree(lambda: build_engine(of_engine, out, weights, mesh, source))
+        engine = ranks.agree(lambda: build_engine(of_engine, monitors, weights, mesh, source))
     loadable: Loadable | None = None
     if source is not None:
         loadable = handover or resume.find_loadable(
@@ -299,8 +300,10 @@ def record_start(
 # --- data ---
 
 
-def _prepare_corpus(data: DataConfig) -> str:
+def _prepare_corpus(data: DataConfig, begun: bool) -> str:
     """Return the folder of the token files; if the config has a source, they are prepared at first use.
+
+    A run that has begun continues with its corpus although the files of the source have changed since.
 
     Raises:
         UserError: if the config has neither a folder nor a source.
@@ -308,7 +311,7 @@ def _prepare_corpus(data: DataConfig) -> str:
     if data.source is not None:
         folder = data.dir or f"corpora/{data.source}"
         recipe = Recipe(data.source, data.tokenizer, data.text_key, data.val_fraction, data.max_bytes, data.seed)
-        prepare_corpus(recipe, folder)  # only one rank must call it
+        prepare_corpus(recipe, folder, keep=begun)  # only one rank must call it
         return folder
     if data.dir is None:
         raise UserError("no data: give --data DIR, or set data.dir or data.source in the config")

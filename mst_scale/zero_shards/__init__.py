@@ -7,6 +7,7 @@ groups        which ranks hold the rest of it
 autotp        DeepSpeed's AutoTP layers, with another product; what it cannot cut
 step          the optimizer step: where it is hooked, its norm and loss scale, what stage 0 lacks
 held_values   the values that a rank keeps from one step to the next, and which of them other ranks have too
+monitors      opens DeepSpeed's monitors before its engine does
 recompute     computes a micro-batch a second time, next to training
 byte_counts   bytes of optimizer states, master weights and gradients on this rank, and bytes handed to collectives
 supported     checks that an engine has no feature of DeepSpeed with which sparse training would not be exact
@@ -63,6 +64,7 @@ from mst_scale.zero_shards.handover import Handover, is_freed, release
 from mst_scale.zero_shards.held_values import HeldValue, held_values
 from mst_scale.zero_shards.hooks import HOOKS, install
 from mst_scale.zero_shards.logical import TABLES, cut_of, is_cut, named_parameters, shape_of
+from mst_scale.zero_shards.monitors import engine_takes, open_monitors, write_separately
 from mst_scale.zero_shards.muon import shapes as muon_shapes
 from mst_scale.zero_shards.optimizer_checks import check_configured_optimizer, checked_optimizer
 from mst_scale.zero_shards.other_layout import checkpoint_to_reshape

@@ -86,18 +86,33 @@ def step(mesh: Any, engine: Any, number: int) -> float:
 def give_gradients(engine: Any, seed: int = 9) -> None:
     """From now on the sparse parameters have gradients that depend on step, name and logical place alone."""
     controller = engine.mst
+    store, topology = controller.store, controller.topology
+    compact = getattr(store, "indexes", {})
     take = engine._take_model_step  # masks gradients and steps
 
+    def whole(i: int) -> torch.Tensor:
+        shard = store.slices[i]
+        generator = torch.Generator().manual_seed(counter_hash(seed, controller.step, shard.name) % 2**62)
+        return torch.randn(shard.numel, generator=generator)
+
+    def mine(i: int) -> torch.Tensor:
+        shard = store.slices[i]
+        return whole(i)[shard.logical(torch.arange(shard.length))]
+
     def step_with_these(lr_kwargs: Any) -> None:
-        for i, shard in enumerate(controller.store.slices):
-            generator = torch.Generator().manual_seed(counter_hash(seed, controller.step, shard.name) % 2**62)
-            whole = torch.randn(shard.numel, generator=generator)
-            if shard.length:
-                live = controller.store.gradient(i)
-                controller.store.put_gradient(i, whole[shard.logical(torch.arange(shard.length))].to(live.dtype))
+        for i in range(len(store.slices)):
+            if i in compact:
+                own = store.values.slices[i]
+                given = compact[i].to_store(whole(i))[own.start : own.start + own.length]
+            else:
+                given = mine(i)
+            if len(given):
+                store.put_gradient(i, given.to(store.gradient(i).dtype))
         take(lr_kwargs)
 
     engine._take_model_step = step_with_these
+    if compact:  # growth reads the gradients of inactive weights too, which were handed on in the backward pass
+        topology._dense_gradients = lambda under_way, batch: [mine(i) for i in batch]
 
 
 def sparse_block(recipe: Recipe, largest: float) -> dict[str, Any]:
@@ -132,6 +147,7 @@ def trained(rank: int, world: int, layout: Layout, recipe: Recipe) -> dict[str, 
             if engine.mst.changed_at == number + 1:
                 note_masks(found, engine)
         found["sparsity"], found["densities"] = engine.mst.sparsity, engine.mst.densities()
+        found["compact"] = zero_shards.is_compact(engine.module)
     return found
 
 
@@ -152,6 +168,19 @@ TRAINED = Recipe(steps=STEPS, of=STEPS, mst={"topology": {"interval": 4}})
 LONGER = replace(GIVEN, steps=8)  # for the page
 
 
+def constant(recipe: Recipe, compact: str) -> Recipe:
+    """The recipe with 80 % from the first step to the last, with compact storage (`auto`) or without (`off`)."""
+    mst = {
+        "sparsity": {"variation": "sparse", "max": 0.8, "initial": "random"},
+        "targets": {"lm_head": True},
+        "compute": {"backend": "dense", "compact": compact},
+    }
+    return replace(recipe, mst={**recipe.mst, **mst})
+
+
+COMPACT = [layout for layout in ALL if layout.tensor == 1]
+
+
 def alone(recipe: Recipe) -> dict[str, Any]:
     found: dict[str, Any] = run(trained, 1, Layout(), recipe)[0]
     return found
@@ -163,17 +192,20 @@ def differing(masks: list[dict[str, str]], others: list[dict[str, str]]) -> int:
     return sum(a.get(name) != digest for a, b in zip(masks, others, strict=True) for name, digest in b.items())
 
 
-def _cells(layout: Layout) -> list[int]:
-    return [layout.tensor, layout.sequence, layout.pipeline, layout.data, layout.stage, layout.world]
+def _cells(storage: str, layout: Layout) -> str:
+    sizes = layout.tensor, layout.sequence, layout.pipeline, layout.data, layout.stage, layout.world
+    return " | ".join([storage, *map(str, sizes)])
 
 
-def row(layout: Layout, given: dict[str, Any], one: dict[str, Any]) -> str:
-    here, learned = run(trained, layout.world, layout, LONGER)[0], run(trained, layout.world, layout, TRAINED)[0]
+def row(layout: Layout, recipes: tuple[Recipe, Recipe], alone_on_one: tuple[dict[str, Any], dict[str, Any]]) -> str:
+    """The measured cells of a layout."""
+    here, learned = (run(trained, layout.world, layout, recipe)[0] for recipe in recipes)
+    given, one = alone_on_one
+    assert here["compact"] == learned["compact"] == (recipes[0].mst.get("compute", {}).get("compact") == "auto")
     pairs = zip(learned["losses"], one["losses"], strict=True)
     error = max(abs(a - b) / b for a, b in pairs)
-    cells = [*map(str, _cells(layout)), str(differing(here["masks"], given["masks"])), f"{error:.1e}"]
-    cells.append(str(differing(learned["masks"], one["masks"])))
-    return f"| {' | '.join(cells)} |"
+    cells = differing(here["masks"], given["masks"]), f"{error:.1e}", differing(learned["masks"], one["masks"])
+    return " | ".join(map(str, cells))
 
 
 def main() -> None:
@@ -184,33 +216,40 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="the page to write")
     out: Path = parser.parse_args().out
-    given, one = alone(LONGER), alone(TRAINED)
-    masks, learned = (sum(len(step) for step in found["masks"]) for found in (given, one))
+    recipes = LONGER, TRAINED
+    ones = alone(LONGER), alone(TRAINED)
+    constant_ones = tuple(alone(constant(recipe, "off")) for recipe in recipes)
+    masks, learned = (sum(len(step) for step in found["masks"]) for found in ones)
     versions = ", ".join(f"{name} {metadata.version(name)}" for name in ("torch", "deepspeed"))
     head = f"""# Layouts of ranks: the masks and the losses of one rank
 
 `python -m tests.support.layouts --out benchmarks/results/layouts.md`
 
 A tiny GPT (3 blocks of 16, tied head, biases) with MST at 80 %, float32 on CPU ranks; {versions},
-{platform.machine()}. Each row is compared with one rank without ZeRO:
+{platform.machine()}. Each row is compared with one rank without ZeRO and with dense storage. With compact storage, the
+sparsity is 80 % from the first step to the last, also of the tied head.
 
-- **given gradients**: of the {masks} masks of {len(given["masks"])} topology steps, how many differ in any bit, where
+- **given gradients**: of the {masks} masks of {len(ones[0]["masks"])} topology steps, how many differ in any bit, where
   every layout starts from the same weights and gets the same logical gradients.
 - **{STEPS} steps**: the largest relative difference of a step's loss in training, and how many of its {learned} masks
   differ. Each layout adds floating-point numbers in its own order, so a mask may differ where two scores
   nearly tie.
 
-| tensor | sequence | pipeline | data | ZeRO | ranks | given gradients | {STEPS} steps: loss | masks |
-|---|---|---|---|---|---|---|---|---|
+| storage | tensor | sequence | pipeline | data | ZeRO | ranks | given gradients | {STEPS} steps: loss | masks |
+|---|---|---|---|---|---|---|---|---|---|
 """
     known = out.read_text().splitlines() if out.is_file() else []  # of a run that was stopped
     rows: list[str] = []
-    for layout in [*ALL, EIGHT]:
-        begins = "| " + " | ".join(map(str, _cells(layout))) + " |"
-        found = next((line for line in known if line.startswith(begins)), None)
-        rows.append(found or row(layout, given, one))
-        print(layout, rows[-1], flush=True)
-        out.write_text(head + "\n".join(rows) + "\n")
+    packed = tuple(constant(recipe, "auto") for recipe in recipes)
+    for storage, layouts, how, compared in (
+        ("dense", [*ALL, EIGHT], recipes, ones), ("compact", COMPACT, packed, constant_ones)
+    ):  # fmt: skip
+        for layout in layouts:
+            begins = f"| {_cells(storage, layout)} | "
+            found = next((line for line in known if line.startswith(begins)), None)
+            rows.append(found or f"{begins}{row(layout, how, compared)} |")
+            print(rows[-1], flush=True)
+            out.write_text(head + "\n".join(rows) + "\n")
 
 
 if __name__ == "__main__":

@@ -31,9 +31,11 @@ def jsonl(path: Path, texts: list[str], key: str = "text") -> Path:
     return path
 
 
-def make(source: object, out: Path, tokenizer: str = "byte", workers: int = 1, **recipe: object) -> dict:
+def make(
+    source: object, out: Path, tokenizer: str = "byte", workers: int = 1, keep: bool = False, **recipe: object
+) -> dict:
     named = [str(path) for path in source] if isinstance(source, list) else str(source)
-    return prepare(Recipe(named, tokenizer, **recipe), out, workers=workers)  # type: ignore[arg-type]
+    return prepare(Recipe(named, tokenizer, **recipe), out, workers=workers, keep=keep)  # type: ignore[arg-type]
 
 
 def contents(out: Path) -> dict[str, bytes]:

@@ -117,6 +117,14 @@ def test_a_changed_source_is_noticed(tmp_path: Path):
         make(source, tmp_path / "out")
 
 
+def test_a_run_that_has_begun_keeps_the_corpus_of_a_changed_source(tmp_path: Path, capsys):
+    source = jsonl(tmp_path / "a.jsonl", TEXTS)
+    before = make(source, tmp_path / "out")
+    jsonl(source, [*TEXTS, "more"])
+    assert make(source, tmp_path / "out", keep=True) == before
+    assert "continues with this corpus" in capsys.readouterr().err
+
+
 def test_a_truncated_corpus_is_not_reused(tmp_path: Path):
     source = jsonl(tmp_path / "a.jsonl", TEXTS)
     make(source, tmp_path / "out")

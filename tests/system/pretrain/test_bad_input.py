@@ -121,6 +121,14 @@ def broken_config_in_out(folder):
     return arguments(folder, "--steps", "3")
 
 
+def no_room_for_tensorboard(folder):
+    """Only the first rank opens it, between two collectives of DeepSpeed."""
+    (folder / "numbers").mkdir()
+    (folder / "numbers" / "tensorboard").write_text("a file")
+    where = {"output_path": str(folder / "numbers"), "job_name": "tensorboard/a"}
+    return arguments(folder, tensorboard={"enabled": True, **where})
+
+
 def run_exists_and_resume_never(folder):
     done = arguments(folder, "--steps", "2")
     assert pool.run(attempt, 2, done) == [(0, "")] * 2
@@ -240,6 +248,7 @@ LATE = [  # refused by one rank, for all
     (lambda f: arguments(f, flops_profiler={"enabled": 3.7}), 2, "flops_profiler: "),
     (lambda f: arguments(f, comet={"enabled": True}), 2, "comet.enabled"),
     (lambda f: arguments(f, csv_monitor={"enabled": True, "output_path": "/proc/none"}), 1, "/proc/none"),
+    (no_room_for_tensorboard, 2, "tensorboard"),
     (lambda f: arguments(f, train_batch_size=9), 2, "does not divide into 2 processes"),
     (missing_data, 2, "does not exist"),
     (lambda f: arguments(f, "--data", loop(f)), 2, "is a link to itself"),

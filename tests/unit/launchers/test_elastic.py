@@ -76,14 +76,19 @@ def test_a_run_that_cannot_change_its_ranks_says_why(tmp_path, blocks, key):
 # --- the batch ---
 
 
-@pytest.mark.parametrize("stated", [{}, {"train_micro_batch_size_per_gpu": 4}, {"gradient_accumulation_steps": 6}])
+@pytest.mark.parametrize("stated", [
+    {},
+    {"train_micro_batch_size_per_gpu": 4},
+    {"gradient_accumulation_steps": 6},
+    {"train_micro_batch_size_per_gpu": None, "gradient_accumulation_steps": 4},
+])  # fmt: skip
 @pytest.mark.parametrize("world", [1, 2, 3, 4, 6, 12])
 def test_every_number_of_ranks_reads_the_same_sequences_in_the_same_order(tmp_path, stated, world):
     """Whatever the micro-batch: micro-batches in the order of their numbers are the global batch."""
     whole = experiment(tmp_path, **stated)
     fitted = elastic.fit_batch(whole, world)
     total, micro, accumulation = batch_shape(fitted.deepspeed, world)
-    assert total == 12 and micro <= whole.deepspeed.get("train_micro_batch_size_per_gpu", 12)
+    assert total == 12 and micro <= (whole.deepspeed.get("train_micro_batch_size_per_gpu") or 12)
     positions = np.full(12, -1)
     for replica in range(world):
         share = Share(world, replica)

@@ -10,7 +10,7 @@ from mst_scale import launch
 from mst_scale.comm.launch import LAUNCHER_VARIABLES, complete_environment
 from mst_scale.config import load, to_dict
 from mst_scale.errors import UserError
-from mst_scale.launch import hostfile, local, mpi, slurm, slurm_job, sweep
+from mst_scale.launch import command_line, hostfile, local, mpi, slurm, slurm_job, sweep
 from mst_scale.launch.command_line import read_options, seconds_in
 from mst_scale.pretrain.start import parse_arguments
 
@@ -202,6 +202,18 @@ def test_options_of_the_launcher_after_config(words):
 def test_a_sweep_of_an_unknown_method(methods, says):
     with pytest.raises(UserError, match=says):
         sweep.main(["--methods", methods, "--dry-run", "demo"])
+
+
+def test_a_dry_run_states_the_steps_of_a_shorter_run():
+    request = command_line.read_request("demo", ["--method", "dense-short"])
+    assert request.experiment.training.steps == 3000
+    assert "1,094 steps" in command_line.describe_run(request, 2)
+
+
+@pytest.mark.parametrize("options", [["--seeds", "1,2,01"], ["--methods", "mst,dense,mst"]])
+def test_a_sweep_that_repeats_itself(options):
+    with pytest.raises(UserError, match="only once"):
+        sweep.main([*options, "--table", "demo"])
 
 
 @pytest.mark.parametrize("stated", ["abc", "-1", "nan", "inf"])

@@ -103,7 +103,10 @@ def test_what_cluster_sh_sets_reaches_other_machines(tmp_path, monkeypatch):
     monkeypatch.setenv("OTHER", "1")
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setenv("HF_TOKEN", "x")
+    monkeypatch.setenv("WANDB_RUN_ID", "run")
+    monkeypatch.setenv("WANDB_API_KEY", "x")
     environment.load_cluster_settings()
     carried = environment.carried_variables()
     assert carried["HF_HUB_OFFLINE"] == "1"
     assert carried["MINE"] == "1" and carried["FI_PROVIDER"] == "efa" and not {"OTHER", "HF_TOKEN"} & {*carried}
+    assert carried["WANDB_RUN_ID"] == "run" and "WANDB_API_KEY" not in carried
