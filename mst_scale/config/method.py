@@ -137,6 +137,12 @@ class MSTConfig:
                 "mst.topology with policy static, random_ratio 1.0 and grown_moments active_mean or zero, and "
                 "mst.sparsity.distribution = uniform"
             )
+        restores = self.sparsity.variation not in ("dense", "sparse", "gmp")
+        if self.topology.granularity == "channel" and not self.topology.revive_dead_units and restores:
+            raise UserError(
+                "mst.topology.revive_dead_units: false would leave new channels without weights: leave it out with "
+                'mst.topology.granularity = "channel"'
+            )
         if self.like is not None and self.method != "dense-short":
             raise UserError(f"mst.like is for method dense-short, not for {self.method}: leave it out")
         if self.grow_from is not None and self.growth is None:

@@ -29,6 +29,7 @@ from mst_scale.engine.sequences import cut_sequences
 from mst_scale.engine.sparse_training import SparseTraining
 from mst_scale.engine.token_limit import unlimited, whole_size, with_durations
 from mst_scale.engine.types import MST, Engine
+from mst_scale.engine.weight_functions import held_by
 from mst_scale.errors import UserError
 from mst_scale.hybrid_sparse_attention import SelfAttention
 from mst_scale.methods import METHODS
@@ -161,6 +162,11 @@ def _check_arguments(model: torch.nn.Module, optimizer: Any, experiment: Experim
         raise UserError(
             "this model stores only the active weights of an earlier engine (mst.compute.compact): build it again, and "
             "load its weights, of which state_dict() returns whole matrices"
+        )
+    if (method := held_by(model)) is not None:
+        raise UserError(
+            f"this model stores what method {method} of an earlier engine computes its weights from: build it again, "
+            "and load the weights that mst export computes from a checkpoint"
         )
     if optimizer is None and experiment.deepspeed.get("optimizer") is None:
         raise UserError('there is no optimizer: add "optimizer" to the config, or pass one to mst_scale.initialize')

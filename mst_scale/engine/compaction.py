@@ -26,7 +26,7 @@ from mst_scale.config.compact import not_compact_reason
 from mst_scale.config.deepspeed import precision_of
 from mst_scale.engine.compact_linear import compact_embedding, compact_linear
 from mst_scale.engine.initial_masks import GivenMasks, check_ties, depends_on_weights
-from mst_scale.engine.targets import choose_targets
+from mst_scale.engine.targets import choose_targets, is_read_by_fused_layer
 from mst_scale.errors import UserError
 from mst_scale.mixed_growing import evolve, packed_bits
 from mst_scale.mixed_growing.distribution import active_counts
@@ -40,8 +40,6 @@ from mst_scale.sparse_linear.layers import stored_across
 from mst_scale.sparse_linear.replaced import Replaced, replace_forward
 from mst_scale.zero_shards import indexes_of, mark, mark_model, shape_of, stages_of
 
-# In evaluation they pass weights of their layers to kernels.
-FUSED = (nn.TransformerEncoderLayer, nn.MultiheadAttention)
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 REPLICATED = "ds_pipe_replicated"  # of a parameter that DeepSpeed's norms count on another stage
 
@@ -115,7 +113,7 @@ def _layer_stays_dense_reason(model: nn.Module, name: str, parameter: nn.Paramet
             return f"the embedding {name} has max_norm or sparse gradients"
         if torch.nn.utils.parametrize.is_parametrized(module):
             return f"{name} is parametrized"
-    if any(isinstance(m, FUSED) and any(p is parameter for p in m.parameters()) for m in model.modules()):
+    if is_read_by_fused_layer(model, parameter):
         return f"a layer of torch that fuses its products reads {name} by itself"
     if any(id(p) == id(parameter) for module in _read_by_functions(model) for p in module.parameters()):
         return f"a function of the pipeline (forward_fn) reads {name} by itself"
@@ -258,7 +256,8 @@ def _linear(module: Any, index: CompactIndex, x: torch.Tensor) -> torch.Tensor:
     return compact_linear(x, _values_of(module, index), index, module.bias)
 
 
-def _embedding(module: nn.Embedding, index: CompactIndex, tokens: torch.Tensor) -> torch.Tensor:
+def _embedding(module: nn.Embedding, index: CompactIndex, *args: torch.Tensor, **named: torch.Tensor) -> torch.Tensor:
+    (tokens,) = (*args, *named.values())
     values = _values_of(module, index)
     return compact_embedding(tokens, values, index, module.padding_idx, module.scale_grad_by_freq)
 

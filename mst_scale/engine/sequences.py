@@ -14,7 +14,9 @@ from torch import nn
 from mst_scale.comm import logger
 from mst_scale.errors import UserError
 from mst_scale.hybrid_sparse_attention import SequenceShard, sequence_parallel
+from mst_scale.hybrid_sparse_attention.sequence_shards import whole_sequences
 
+_CUT = "mst_sequences_are_cut"  # of a model
 JOINED = ("gpt2",)  # their attention joins heads by a reshape of its own, after Ulysses has joined them
 
 
@@ -23,6 +25,8 @@ def cut_sequences(model: nn.Module, mpu: Any) -> None:
     ranks_of = getattr(mpu, "get_sequence_parallel_world_size", None)
     parts = 1 if ranks_of is None else int(ranks_of())
     if parts == 1 or isinstance(model, deepspeed.PipelineModule):
+        if vars(model).pop(_CUT, False):  # of an earlier engine
+            whole_sequences(model)
         return
     theirs = [module for module in model.modules() if hasattr(module, "set_attn_implementation")]
     if theirs:
@@ -40,6 +44,7 @@ def cut_sequences(model: nn.Module, mpu: Any) -> None:
                 )
         return
     attends = sequence_parallel(model, mpu.get_sequence_parallel_group())
+    setattr(model, _CUT, True)
     knows = any(isinstance(getattr(module, "part", None), SequenceShard) for module in model.modules())
     if not (attends and knows):
         logger.warning(

@@ -59,6 +59,12 @@ def choose_targets(model: nn.Module, targets: TargetsConfig, frozen: bool = Fals
     return {name: all_matrices[name] for name in targets.choose(names) if name in all_matrices}
 
 
+def is_read_by_fused_layer(model: nn.Module, parameter: nn.Parameter) -> bool:
+    """Return whether a layer of torch passes a parameter of its layers to a kernel of its own, in evaluation."""
+    fused = [m for m in model.modules() if isinstance(m, nn.TransformerEncoderLayer | nn.MultiheadAttention)]
+    return any(p is parameter for module in fused for p in module.parameters())
+
+
 def head_of(model: nn.Module) -> nn.Parameter | None:
     """Return the weight of the output projection, by the convention of Hugging Face's models and ours."""
     output = getattr(model, "get_output_embeddings", lambda: None)()

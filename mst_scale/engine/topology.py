@@ -193,7 +193,8 @@ class Topology(Component):
 
     def after_update(self, tensors: Collection[int]) -> None:
         if self.under_way is not None:
-            self.under_way.changes += self._evolve(self.under_way, self.store.within(tensors))
+            here = [i for i in self.store.within(tensors) if not self.store.frozen(i)]
+            self.under_way.changes += self._evolve(self.under_way, here)
 
     def after_step(self, updated: bool) -> None:
         under_way, self.under_way = self.under_way, None

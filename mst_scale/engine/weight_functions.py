@@ -22,13 +22,20 @@ from mst_scale.config import Experiment
 from mst_scale.config.parallel import describe_method_conflict
 from mst_scale.engine.component import Component
 from mst_scale.engine.masking import describe_phases
-from mst_scale.engine.targets import choose_targets, head_of
+from mst_scale.engine.targets import choose_targets, head_of, is_read_by_fused_layer
 from mst_scale.engine.topology import Criteria
 from mst_scale.errors import UserError
 from mst_scale.methods import METHODS, WeightFunction
 from mst_scale.mixed_growing.distribution import active_counts
 from mst_scale.shard import Shard
 from mst_scale.sparse_linear import Product, SparseLayers
+
+_HOLDS = "mst_holds_function"  # of a model: the method whose function its parameters are stored for
+
+
+def held_by(model: torch.nn.Module) -> str | None:
+    """Return the method that computes a model's weights from its parameters now; None if they are the weights."""
+    return getattr(model, _HOLDS, None)
 
 
 @dataclass
@@ -100,7 +107,12 @@ class WeightFunctions(Component, Criteria):
         """Make these products call the functions; None for a run without masks, which gets its own products."""
         if products is None:
             products = SparseLayers(self.engine.module, self.targets, self.shapes, "dense", always=True).products
-        for name in self.targets:
+        for name, parameter in self.targets.items():
+            if is_read_by_fused_layer(self.engine.module, parameter):
+                raise UserError(
+                    f"method {self.method}: a layer of torch that fuses its products reads {name} by itself in "
+                    "evaluation: exclude it with mst.targets.exclude"
+                )
             if name not in products or products[name].across:
                 raise UserError(
                     f"method {self.method}: {name} is not the weight of an nn.Linear, which this method requires: "
@@ -144,6 +156,7 @@ class WeightFunctions(Component, Criteria):
     def _follow(self) -> None:
         """Set how the products compute in the next step."""
         holds = self.hold_at(self._step)
+        setattr(self.engine.module, _HOLDS, self.method if holds else None)
         kept = self._kept() if holds else {}
         for name, layer in self.layers.items():
             layer.kept = kept.get(name, layer.kept)

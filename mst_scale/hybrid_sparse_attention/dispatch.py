@@ -57,7 +57,12 @@ def attention(  # noqa: PLR0917  (the public signature)
         backend: one of `BACKENDS`.
         dropout: dropout of the probabilities, available only where attention is dense.
         scale: a positive factor of the scores; by default 1 / √head_dim.
+
+    Raises:
+        UserError: for tensors that do not fit each other, dropout of sparse attention, or a scale that is not positive.
     """
+    if scale is not None and not scale > 0:
+        raise UserError(f"scale is {scale}: attention needs a positive factor of its scores")
     q, k, v = _alike_under_autocast(q, k, v)
     _check(q, k, v)
     length = q.shape[-2]

@@ -124,6 +124,15 @@ class _Sum(torch.autograd.Function):
         return grads[0], None
 
 
+def whole_sequences(model: nn.Module) -> None:
+    """Undo `sequence_parallel`: a model's ranks compute whole sequences again."""
+    for module in model.modules():
+        if isinstance(module, SelfAttention):
+            module.across_ranks = None
+        if isinstance(getattr(module, "part", None), SequenceShard):
+            module.part = SequenceShard()  # type: ignore[assignment]
+
+
 def sequence_parallel(model: nn.Module, group: dist.ProcessGroup | None = None) -> int:
     """Split a model's sequences over the ranks of `group` (None: all ranks); return the number of attention layers.
 

@@ -23,6 +23,7 @@ from torch import nn
 from mst_scale.comm import Mesh, logger
 from mst_scale.config.blocks import ModelConfig
 from mst_scale.config.parallel import check_divisible
+from mst_scale.errors import UserError
 from mst_scale.models.cross_entropy import cross_entropy
 from mst_scale.models.gpt import GPT, Block, LayerNorm, Product, first_std
 from mst_scale.models.initial_weights import draw_seed, initialize
@@ -51,6 +52,8 @@ class PositionEmbedding(nn.Embedding):
     """Adds the embedding of its position to each token's."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if x.shape[1] > self.num_embeddings:
+            raise UserError(f"a sequence of {x.shape[1]} tokens does not fit model.seq_length = {self.num_embeddings}")
         return x + super().forward(torch.arange(x.shape[1], device=x.device))
 
 

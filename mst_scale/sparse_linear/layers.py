@@ -37,6 +37,7 @@ from mst_scale.sparse_linear.replaced import Forward, layer_type, replace_forwar
 from mst_scale.transforms import check_not_transformed
 
 _CHANGED = "mst_changed_modules"  # of a model: (module, attribute, what it was before)
+_ABSENT = object()  # the module's class has it
 
 
 class Function(Protocol):
@@ -92,7 +93,7 @@ class Product:
         return copy
 
     def __reduce__(self) -> Any:
-        return Product, (self.name, self.stored, self.across)
+        return Product, (self.name, self.stored, self.across), {"function": self.function}
 
     def _check(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
         """Check shapes: kernels get addresses, and would read past the end of a tensor that does not fit the mask."""
@@ -168,10 +169,10 @@ class SparseLayers:
             changed = vars(model).setdefault(_CHANGED, [])
             for module, attribute in places:
                 if attribute == "forward":
-                    changed.append((module, attribute, None))
+                    changed.append((module, attribute, _ABSENT))
                     replace_forward(module, forwards[layer_type(module)], product)
                     continue
-                changed.append((module, attribute, vars(module).get(attribute)))
+                changed.append((module, attribute, vars(module).get(attribute, _ABSENT)))
                 setattr(module, attribute, product.loss if attribute == "head_loss" else product)
         if self.left_dense and backend != "dense":
             dispatch.log.info(
@@ -241,7 +242,7 @@ def remove_products(model: nn.Module) -> None:
         if attribute == "forward":
             restore_forward(module)
         vars(module).pop(attribute, None)
-        if before is not None:
+        if before is not _ABSENT:
             setattr(module, attribute, before)
 
 

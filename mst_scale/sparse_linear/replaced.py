@@ -30,8 +30,9 @@ class Replaced:
     replacement: Any
     """What it computes with, such as the product of a sparse parameter."""
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return what the replacement computes."""
+    def forward(self, *args: torch.Tensor, **named: torch.Tensor) -> torch.Tensor:
+        """Return what the replacement computes of the one input, which layers name differently."""
+        (x,) = (*args, *named.values())
         y: torch.Tensor = self.how(self, self.replacement, x)
         return y
 

@@ -62,6 +62,24 @@ def trained(rank, world, stage, masks, made):
     return digests(engine), engine.mst.sparsity, engine.mst.point.sparsity, wrong, still, float(loss.detach())
 
 
+def for_some_steps(rank, world, stage):
+    """Of two pruned matrices, one of which is frozen, masks are removed in the fourth step."""
+    made = pruned()
+    made.get_parameter("down.weight").requires_grad_(False)
+    raw = config(stage, world)
+    raw["mst"]["sparsity"] = {"variation": "sd", "warmup": 0, "ultra": 4}
+    engine, *_ = mst_scale.initialize(model=made, config=raw)
+    for step in range(6):
+        engine.backward(engine(*toy_batch(step, 0)))
+        engine.step()
+    return [mask.active == mask.numel for mask in engine.mst.masks]
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+def test_a_frozen_matrix_keeps_its_mask_when_those_of_others_are_removed(stage):
+    assert pool.run(for_some_steps, 1, stage) == [[True, False]]
+
+
 @pytest.mark.parametrize("stage", STAGES)
 def test_zeros_stay_and_the_rest_is_trained(stage):
     (alone,) = pool.run(trained, 1, 0, "zeros", "pruned")

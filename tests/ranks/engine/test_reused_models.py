@@ -7,7 +7,11 @@ import torch
 
 import mst_scale
 from mst_scale import zero_shards
+from mst_scale.comm import Mesh, ParallelDims
+from mst_scale.config import ModelConfig
+from mst_scale.engine.weight_functions import held_by
 from mst_scale.errors import UserError
+from mst_scale.models import GPT
 from tests.support import pool
 from tests.support.compact_pairs import constant_config, started
 from tests.support.engines import whole_state
@@ -36,6 +40,57 @@ def reused(rank, world, storage):
 
 def test_a_dense_engine_computes_with_all_weights():
     assert pool.run(reused, 1, "masks") == [0.0]
+
+
+def tied_gpt(rank, world, second):
+    """The losses of a GPT in a second engine, and in a first one; a tied head has a product of its own."""
+    model = GPT(ModelConfig(n_layer=1, n_head=2, n_embd=16, seq_length=8, vocab_size=20))
+    tokens = torch.arange(16).view(2, 8)
+    for method in ("rigl", second):
+        config = mst_config(0, world, method=method)
+        config["mst"]["targets"] = {"lm_head": True}
+        engine, *_ = mst_scale.initialize(model=model, config=config)
+    fresh = GPT(model.config)
+    fresh.load_state_dict(model.state_dict())
+    return float(engine(tokens, tokens)), float(fresh(tokens, tokens))
+
+
+@pytest.mark.parametrize("second", ["rigl", "dense"])
+def test_a_gpt_with_a_tied_head_trains_in_a_second_engine(second):
+    ((loss, fresh),) = pool.run(tied_gpt, 1, second)
+    assert loss == pytest.approx(fresh, rel=1e-6)
+
+
+def with_a_function(rank, world):
+    model = toy()
+    mst_scale.initialize(model=model, config=mst_config(0, world, method="powerprop"))
+    assert held_by(model) == "powerprop"
+    with pytest.raises(UserError, match=r"method powerprop of an earlier engine.*build it again"):
+        mst_scale.initialize(model=model, config=mst_config(0, world, method="dense"))
+
+
+def test_a_model_that_stores_what_a_function_reads_is_rejected():
+    pool.run(with_a_function, 1)
+
+
+def cut_before(rank, world):
+    """Whole sequences, in a second engine without the mpu that has split them."""
+    mesh = Mesh(ParallelDims(sequence=2))
+    model = GPT(ModelConfig(n_layer=1, n_head=2, n_embd=16, seq_length=8, vocab_size=20))
+    config = mst_config(0, world, method="dense", train_batch_size=2, train_micro_batch_size_per_gpu=2)
+    mst_scale.initialize(model=model, config=config, mpu=mesh)
+    assert model.part.parts == 2
+    config["train_batch_size"] = 4
+    engine, *_ = mst_scale.initialize(model=model, config=config)
+    tokens = torch.arange(16).view(2, 8) + rank
+    fresh = GPT(model.config)
+    fresh.load_state_dict(model.state_dict())
+    return float(engine(tokens, tokens)), float(fresh(tokens, tokens))
+
+
+def test_an_engine_without_the_mpu_of_an_earlier_one_computes_whole_sequences():
+    for loss, fresh in pool.run(cut_before, 2):
+        assert loss == pytest.approx(fresh, rel=1e-6)
 
 
 def test_a_compact_model_is_rejected():

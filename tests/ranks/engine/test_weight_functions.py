@@ -30,6 +30,18 @@ def trained(rank: int, world: int, name: str, stage: int, **mst):
     return losses, engine.mst.sparsity
 
 
+def fused(rank, world, name):
+    layer = torch.nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+    raw = mst_config(0, world, method=name)
+    raw["mst"]["targets"] = {"exclude": ["*self_attn*"], "lm_head": False}
+    with pytest.raises(UserError, match=r"fuses its products reads linear1\.weight.*targets\.exclude"):
+        mst_scale.initialize(model=layer, config=raw)
+
+
+def test_a_layer_of_torch_that_reads_stored_weights_by_itself_is_rejected():
+    pool.run(fused, 1, "powerprop")
+
+
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_training_is_that_of_the_definition_on_any_ranks_and_stage(name):
     (by_hand,) = pool.run(plain, 1, name, {})

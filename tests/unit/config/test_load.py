@@ -115,6 +115,13 @@ def test_a_recipe_on_the_command_line_replaces_the_limit_of_the_sparse_phase():
     assert load(raw, ["recipe=mst-lean"]).mst == load(MINIMAL, ["recipe=mst-lean"]).mst
 
 
+@pytest.mark.parametrize("variation", ["sv", "sd"])
+def test_channels_that_nothing_would_revive_are_rejected(variation):
+    changes = ["recipe=mst-channels", f"mst.sparsity.variation={variation}", "mst.topology.revive_dead_units=false"]
+    with pytest.raises(UserError, match="revive_dead_units"):
+        load(MINIMAL, changes)
+
+
 def test_keys_that_override_a_recipe_are_named_in_one_line():
     assert overridden_in_recipe({**MINIMAL, "recipe": "mst-best"}) is None
     assert overridden_in_recipe({**MINIMAL, "mst": {"method": "rigl"}}) is None, "no recipe"

@@ -17,6 +17,13 @@ def small(dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
     return inputs((1, 2, 32, 8), 2, dtype)[:3]
 
 
+@pytest.mark.parametrize("scale", [0.0, -1.0, float("nan")])
+@pytest.mark.parametrize("pattern", [SPARSE, Pattern("dense")])
+def test_a_scale_that_is_not_positive_is_rejected(scale: float, pattern: Pattern) -> None:
+    with pytest.raises(UserError, match="positive"):
+        attention(*small(), pattern, scale=scale)
+
+
 def test_auto_picks_by_device_dtype_and_size() -> None:
     float32 = torch.float32
     assert dispatch.choose("cpu", float32, 64, dense=True, small=False)[0] == "dense"

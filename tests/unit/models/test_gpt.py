@@ -12,6 +12,7 @@ from mst_scale.hybrid_sparse_attention import Pattern, set_pattern
 from mst_scale.models import GPT, initial_weights
 from mst_scale.models import gpt as gpt_file
 from mst_scale.models.initial_weights import not_drawn
+from mst_scale.models.pipelined_gpt import PositionEmbedding
 
 TOY = ModelConfig(n_layer=2, n_head=2, n_embd=32, seq_length=16, vocab_size=60)
 
@@ -114,6 +115,8 @@ def test_a_shorter_sequence_is_a_prefix():
 
 
 def test_a_sequence_longer_than_the_context_is_rejected():
+    with pytest.raises(UserError, match=r"17 tokens .* model\.seq_length = 16"):
+        PositionEmbedding(TOY.seq_length, TOY.n_embd)(torch.zeros(1, 17, TOY.n_embd))
     with pytest.raises(UserError, match=r"17 tokens .* model\.seq_length = 16"):
         build()(torch.zeros(1, 17, dtype=torch.long))
 

@@ -7,6 +7,7 @@ import pickle
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 from torch._dynamo.utils import counters
 
@@ -14,6 +15,7 @@ from mst_scale.config.blocks import ModelConfig
 from mst_scale.errors import UserError
 from mst_scale.models.gpt import GPT
 from mst_scale.sparse_linear import SparseLayers, crossovers, dispatch
+from mst_scale.sparse_linear.replaced import Replaced
 
 
 class Other(nn.Module):
@@ -88,6 +90,30 @@ def test_a_copy_of_the_model_computes_with_its_own_weights_and_no_mask(again):
     assert torch.allclose(copied(tokens, tokens), model(tokens, tokens), atol=1e-6)  # float32 sums in another order
     copied.load_state_dict(fresh.state_dict())
     assert torch.equal(copied(tokens, tokens), fresh(tokens, tokens))
+
+
+class Doubled:
+    """A function of a layer's weight."""
+
+    def weight(self, stored):
+        return 2 * stored
+
+    def linear(self, x, stored, bias):
+        return F.linear(x, 2 * stored, bias)
+
+
+@pytest.mark.parametrize("again", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+def test_a_copy_of_a_layer_keeps_the_function_of_its_weight(again):
+    model, x = nn.Linear(8, 8), torch.randn(3, 8)
+    SparseLayers(model, {"weight": model.weight}, {"weight": (8, 8)}, "dense", always=True)
+    model.replacement.function = Doubled()
+    assert torch.equal(again(model)(x), F.linear(x, 2 * model.weight, model.bias))
+
+
+def test_an_input_may_be_given_by_its_name():
+    model, x = nn.Linear(8, 8), torch.randn(3, 8)
+    layers(model, ["weight"])
+    assert isinstance(model, Replaced) and torch.equal(model(input=x), model(x))
 
 
 def test_dense_layers_are_left_alone():
