@@ -213,10 +213,15 @@ def timed(step: Step, clock: Clock) -> Callable[[int], list[float]]:
 # Rows -----------------------------------------------------------------------------------------------------------------
 
 
+def _room(options: Any) -> int:
+    """Return the number of tokens of a sequence at the end of the last round."""
+    return PROMPT + 1 + (options.rounds + 1) * int(options.steps)
+
+
 def rows_of(size: str, dtype: str, options: Any) -> list[Row]:
     """Measure one model in one dtype: all sparsities and batches."""
     config, kind = config_of(size), TYPES[dtype]
-    room = PROMPT + 1 + (options.rounds + 1) * options.steps
+    room = _room(options)
     clock = time.thread_time if options.cpu_time else time.perf_counter
     dense, theirs = build(config, 0.0, kind), Transformers(config, kind)
     sparse = {s: build(config, s, kind) for s in options.sparsity}
@@ -356,6 +361,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         torch.set_num_threads(options.threads)
     if isinstance(reason := sparse_matrix.library(), str):
         raise UserError(f"the compiled kernel cannot be had: {reason}")
+    longest, room = min(config_of(size).seq_length for size in options.model), _room(options)
+    if not options.memory and room > longest:
+        raise UserError(f"--rounds and --steps need {room:,} tokens, and the models have {longest:,}: reduce them")
     about = machine()
     if options.memory:
         rows = memory_rows(options)

@@ -118,8 +118,9 @@ def evaluate(
     scorer = Scorer(model.logits, context, model.vocab_size, model.device, settings.batch, ranks)
     for task in tasks:
         found = docs[task.name]
-        if task.name in before and before[task.name]["digest"] == found.digest:
-            result["tasks"][task.name] = before[task.name]
+        old = before.get(task.name, {})
+        if old.get("digest") == found.digest and old.get("versions") == result["versions"]:
+            result["tasks"][task.name] = old
             log(f"{task.name}: was evaluated before")
             continue
         start = time.monotonic()
@@ -131,6 +132,7 @@ def evaluate(
             "documents": len(found.test),
             "source": found.source,
             "digest": found.digest,
+            "versions": result["versions"],
             "seconds": round(time.monotonic() - start, 2),
         }
         log(f"{task.name}: " + ", ".join(f"{key} {value:.4g}" for key, value in metrics.items()))

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -143,7 +144,7 @@ def _candidates(task: Task, folder: Path) -> list[Path]:
 
 def _text(path: Path) -> str:
     try:
-        return path.read_text(encoding="utf-8")
+        return path.read_bytes().decode()  # with the ends of its lines as they are
     except UnicodeDecodeError as error:
         raise UserError(f"{path} is not UTF-8 text: byte {error.start} cannot be read; convert it") from None
 
@@ -172,7 +173,7 @@ def _read(task: Task, path: Path) -> list[Doc]:
     """Return the documents of a file; errors name the line or the document."""
     if path.suffix == ".txt":
         text = _text(path)
-        lines = [line for line in text.split("\n") if line.strip()]
+        lines = [line for line in re.split("\r\n|\r|\n", text) if line.strip()]
         rows = [{"text": part} for part in (lines if task.kind == "last word" else [text])]
     else:
         rows = _read_lines(path, task.fields)

@@ -11,6 +11,7 @@ named, it matches this config with method `mst`. FLOPs are those of the metrics,
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -69,6 +70,15 @@ def _spent(checkpoint: Path) -> tuple[int, dict[str, float]]:
     return int(state["step"]), {a: float(state[key]) for a, key in KEYS.items()}
 
 
+def _batch_of(run: Path) -> int | None:
+    """Return the sequences per update of a run's last start, whatever its number of ranks; None if none is recorded."""
+    try:
+        sequences = json.loads((run / "run.json").read_text())["starts"][-1]["batch"]["sequences"]
+    except (FileNotFoundError, ValueError, LookupError, TypeError):
+        return None
+    return sequences if isinstance(sequences, int) and sequences > 0 else None
+
+
 def shortened(experiment: Experiment, ranks: int = 1) -> Experiment:
     """Return a `dense-short` experiment with the number of dense steps that takes the FLOPs of the run that it matches.
 
@@ -79,14 +89,16 @@ def shortened(experiment: Experiment, ranks: int = 1) -> Experiment:
         return experiment
     if experiment.mst.like is None:
         assert experiment.with_mst is not None, "load() fills it in"
-        name, like = "method mst", replace(experiment, mst=experiment.with_mst)
+        path, name, like = None, "method mst", replace(experiment, mst=experiment.with_mst)
         experiment = replace(experiment, mst=replace(experiment.mst, method="dense"))
     else:
         path = Path(name := experiment.mst.like)
         like = load_of_run(path / "config.json") if path.is_dir() else load(path)
         if like.mst.method == "dense-short":
             raise UserError(f"{path} is itself a dense-short run: give the config of the sparse run")
-    sequences = global_batch(like.deepspeed, ranks)
+    sequences = _batch_of(path) if path is not None and path.is_dir() else None
+    sequences = sequences or global_batch(like.deepspeed, ranks)
+    like = like.with_batch(sequences)
     budget = like.training.steps * sequences * forecast(like, ranks=ranks).mean["paper"].total
     if like.mst.growth is not None and like.mst.grow_from is not None:
         budget += before(like, sequences).total["paper"]

@@ -35,10 +35,10 @@ class Sampling:
         """Return the next token of each sequence, for logits (batch, vocabulary).
 
         Raises:
-            DivergedError: if a logit is not a number.
+            DivergedError: if no logit of a sequence is the largest, because one is not finite.
         """
-        if logits.isnan().any():
-            raise DivergedError("the model computes NaN instead of logits: take a checkpoint from before it diverged")
+        if not logits.amax(-1).isfinite().all():
+            raise DivergedError("the model computes NaN or infinite logits: take a checkpoint from before it diverged")
         if self.temperature == 0:
             return (logits == logits.amax(-1, keepdim=True)).int().argmax(-1)  # the first of several maxima
         # in float64 and from the largest logit down, so that a tiny temperature overflows nothing

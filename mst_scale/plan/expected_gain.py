@@ -131,6 +131,18 @@ class Expectation:
         }
 
 
+def _differs(experiment: Experiment) -> str | None:
+    """Return what a run does that no measured one did; None if it is like them."""
+    optimizer = str((experiment.deepspeed.get("optimizer") or {}).get("type", "adam"))
+    if experiment.model.arch != "gpt":
+        return f"model.arch is {experiment.model.arch}"
+    if optimizer.lower() not in ("adam", "adamw"):
+        return f"optimizer.type is {optimizer}"
+    if experiment.training.init is not None:
+        return "training.init starts from trained weights"
+    return None
+
+
 def expect(experiment: Experiment, sequences: int) -> Expectation | None:
     """Return what a run with a global batch of `sequences` is expected to gain; None for plain dense training."""
     experiment = experiment.with_batch(sequences)
@@ -138,6 +150,9 @@ def expect(experiment: Experiment, sequences: int) -> Expectation | None:
     if mst.stays_dense and mst.function is None and mst.growth is None:
         return None
     size, length = experiment.model.weights, _tokens_per_parameter(experiment, sequences)
+    if (difference := _differs(experiment)) is not None:
+        why = f"not known; GPTs were measured that start from random weights and train with Adam, and {difference}"
+        return Expectation(recipe, size, length, None, why)
     if recipe == "mst-small":
         return Expectation(recipe, size, length, None, f"not established; {_SMALL}")
     if recipe not in MEASURED:
@@ -192,6 +207,8 @@ class Advice:
 def advise(experiment: Experiment, sequences: int, goal: Goal) -> Advice:
     """Return the recipe that fits a goal at the size and length of an experiment, as far as the records say."""
     size, length = experiment.model.weights, _tokens_per_parameter(experiment, sequences)
+    if (difference := _differs(experiment)) is not None:
+        return Advice(goal, "dense", f"no recipe has been measured where {difference}")
     gain = law(size, length)
     if goal == "inference-cost":
         if gain is None:

@@ -117,14 +117,15 @@ def _is_counted(run: Run) -> bool:
 
 
 def _is_dense(run: Run) -> bool:
-    """Return whether a run is a baseline: dense weights and attention from the first step, trained with Adam."""
+    """Return whether a run is a baseline: dense from the first step and from random weights, trained with Adam."""
     if run.experiment is None:
         return run.method == "dense"
     known = METHODS.get(run.method)
     changes_weights = known is not None and (known.function is not None or known.growth is not None)
     sparse_attention = any(pattern.kind != "dense" for _, pattern in run.experiment.attention_schedule.pieces)
     muon = str(run.experiment.deepspeed.get("optimizer", {}).get("type")).lower() == "muon"
-    return run.experiment.mst.stays_dense and not (changes_weights or sparse_attention or muon)
+    trained_before = run.experiment.training.init is not None
+    return run.experiment.mst.stays_dense and not (changes_weights or sparse_attention or muon or trained_before)
 
 
 def _point(run: Run, key: str) -> Point:

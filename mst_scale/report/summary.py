@@ -23,7 +23,8 @@ from mst_scale.units import flops_unit, format_bytes
 NONE = "–"
 MAX_EVENTS = 30
 MAX_COLUMNS = 5  # runs side by side
-LEAST_REDUCTION = 1.005  # a smaller one rounds to 1.00
+EVALUATION_SETTINGS = ("context", "stride", "shots")  # results with others cannot be compared
+LEAST_REDUCTION = 1.05  # a smaller one rounds to 1.0
 RENAMED_EVENTS = {"woke dead units": "revived dead units"}  # of older runs
 OF_LAUNCHERS = ("MST_LAUNCHER", "MST_RESTART", "MST_START")  # by which launchers recognize their runs
 Facts = dict[str, str]
@@ -184,7 +185,15 @@ def evaluations(runs: Sequence[Run]) -> list[Table]:
         found[run.name] = {k.replace(".metrics.", " "): v for k, v in numbers.items() if ".metrics." in k}
     columns = dict.fromkeys(name for metrics in found.values() for name in metrics)
     lines = [(c, [f"{its[c]:.4g}" if c in its else NONE for its in found.values()]) for c in columns]
-    return [_upright("Evaluation", [("run", list(found)), *lines])] if columns else []
+    settings = [(name, [_evaluated(run, name) for run in runs]) for name in ("step", *EVALUATION_SETTINGS)]
+    return [_upright("Evaluation", [("run", list(found)), *settings, *lines])] if columns else []
+
+
+def _evaluated(run: Run, name: str) -> str:
+    """Return the step of a run's evaluation, or a setting of it."""
+    settings = run.evaluation.get("settings")
+    value = run.evaluation.get("step") if name == "step" else settings.get(name) if isinstance(settings, dict) else None
+    return NONE if value is None else str(value)
 
 
 def events(runs: Sequence[Run]) -> list[Table]:

@@ -82,7 +82,8 @@ def compared(tmp_path_factory):
     folder = tmp_path_factory.mktemp("compared")
     made = [runs.write(folder / f"mst-{seed}", seed=seed) for seed in (1, 2, 3)]
     tasks = {"lambada": {"metrics": {"acc": 0.6074, "ppl": 13.22}, "documents": 5153}}
-    (made[0] / "eval.json").write_text(json.dumps({"model": "x", "tasks": tasks}))
+    settings = {"context": 64, "stride": 32, "shots": 0}
+    (made[0] / "eval.json").write_text(json.dumps({"model": "x", "step": 10, "settings": settings, "tasks": tasks}))
     events = [{"time": "2026-01-01T00:00:00", "start": 0, "what": "spike", "step": 40, "loss": 9.5}]
     starts = [{"time": "2026-01-01T00:00:00"}, {"time": "2026-01-02T00:00:00", "from_step": 30}]
     (made[0] / "run.json").write_text(json.dumps({"starts": starts, "events": events}))
@@ -108,6 +109,7 @@ def test_runs_of_other_lengths_methods_and_sizes_are_compared(compared):
     assert "mst (3 seeds)" in text and "one of 3 seeds" in text
     assert row_of(text, "dead units") == ["2 of 300", "–", "18 of 300"]
     assert row_of(text, "lambada acc") == ["0.6074", "–", "–", "–", "–"], "what mst eval has left"
+    assert row_of(text, "stride") == ["32", "–", "–", "–", "–"]
     assert row_of(text, "2026-01-01 00:00") == ["spike: step 40, loss 9.5"], "what run.json tells"
     assert row_of(text, "2026-01-02 00:00") == ["started again from step 30"]
     assert "Recipe of all runs" in text and row_of(text, "model") == [

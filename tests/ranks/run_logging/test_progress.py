@@ -42,6 +42,12 @@ def test_plain_lines_without_a_terminal():
     assert "sparse" not in second and "FLOPs" not in second, "a dense run speaks of no sparsity"
 
 
+def test_a_grown_run_has_saved_nothing_while_growth_has_cost_more():
+    out = io.StringIO()
+    ProgressLine(100, 0, out).show({**ROW, "flops": 9e12})
+    assert "sparsity 80%" in out.getvalue() and "saved" not in out.getvalue() and "FLOPs" not in out.getvalue()
+
+
 def test_a_run_of_unknown_length_has_no_time_left():
     out = io.StringIO()
     ProgressLine(None, 0, out).show(ROW)

@@ -25,7 +25,7 @@ def test_names():
 def test_formats(tmp_path):
     (tmp_path / "lambada.txt").write_bytes("one\u2028two\x85 \f three\r\n\nfour five\n".encode())
     lines(tmp_path / "ptb.jsonl", {"text": "first", "more": 1}, {"text": "second"})
-    (tmp_path / "wikitext2.txt").write_text("as it\n\n stands ")
+    (tmp_path / "wikitext2.txt").write_bytes(b"as it\r\n\n stands ")
     lines(tmp_path / "rte.jsonl", {"sentence1": "a", "sentence2": "b", "label": 1})
     lines(tmp_path / "rte.train.jsonl", {"sentence1": "c", "sentence2": "d", "label": 0})
     assert [d["text"] for d in documents(TASKS["lambada"], tmp_path, 0).test] == [
@@ -33,7 +33,7 @@ def test_formats(tmp_path):
         "four five",
     ]
     assert documents(TASKS["ptb"], tmp_path, 0).test == [{"text": "first\n\nsecond"}]
-    assert documents(TASKS["wikitext2"], tmp_path, 0).test == [{"text": "as it\n\n stands "}]
+    assert documents(TASKS["wikitext2"], tmp_path, 0).test == [{"text": "as it\r\n\n stands "}]
     rte = documents(TASKS["rte"], tmp_path, 1)
     assert (len(rte.test), len(rte.train)) == (1, 1) and documents(TASKS["rte"], tmp_path, 0).train == []
     assert rte.digest != documents(TASKS["rte"], tmp_path, 0).digest

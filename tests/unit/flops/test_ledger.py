@@ -239,6 +239,21 @@ def test_dense_short_trains_as_many_dense_steps_as_the_flops_buy(tmp_path):
     assert shortened(sparse) is sparse
 
 
+def test_dense_short_of_a_run_takes_the_batch_that_it_had(tmp_path):
+    """Its config left the batch to the number of its ranks, which the new start does not have."""
+    stated, opened = dict(RAW), {key: value for key, value in RAW.items() if key != "train_batch_size"}
+    opened["train_micro_batch_size_per_gpu"] = 1
+    for name, raw in (("stated", stated), ("opened", opened)):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(json.dumps(raw))
+    record = {"starts": [{"batch": {"sequences": RAW["train_batch_size"]}}]}
+    (tmp_path / "opened" / "run.json").write_text(json.dumps(record))
+    path = tmp_path / "c.json"
+    path.write_text(json.dumps(RAW))
+    steps = [shortened(load(path, [f"mst.like={tmp_path / name}"], "dense-short")) for name in ("stated", "opened")]
+    assert steps[0].training.steps == steps[1].training.steps > 1
+
+
 def test_dense_short_of_no_named_run_is_that_of_method_mst(tmp_path):
     path = tmp_path / "c.json"
     path.write_text(json.dumps({**RAW, "mst": {"method": "mst"}}))

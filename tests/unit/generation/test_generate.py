@@ -1,6 +1,7 @@
 """Continuing a prompt: the text, its ends, and what cannot be continued."""
 
 import json
+import math
 import subprocess
 import sys
 from pathlib import Path
@@ -116,8 +117,10 @@ def test_top_p_leaves_out_unlikely_tokens():
 
 @pytest.mark.parametrize("temperature", [0, 1])
 def test_logits_that_are_no_numbers_end_a_text(temperature):
-    with pytest.raises(DivergedError, match="NaN"):
-        Sampling(temperature).choose(torch.tensor([[0.0, float("nan")]]), torch.Generator())
+    for value in ("nan", "inf"):
+        with pytest.raises(DivergedError, match="NaN or infinite"):
+            Sampling(temperature).choose(torch.tensor([[0.0, float(value)]]), torch.Generator())
+    assert Sampling(temperature).choose(torch.tensor([[0.0, -math.inf]]), torch.Generator()).tolist() == [0]
 
 
 def test_frequencies_are_those_of_the_softmax():

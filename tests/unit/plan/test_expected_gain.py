@@ -51,6 +51,15 @@ def test_a_recipe_is_recognized_with_or_without_its_limit():
     assert recipe_of(load("demo")) == "mst-best" and recipe_of(load("demo", ["training.decay=0.1"])) is None
 
 
+@pytest.mark.parametrize("change", ["model.arch=bert", "optimizer.type=Muon", "training.init=gpt2"])
+def test_what_no_measured_run_did_has_no_number(change):
+    experiment = run("mst-best", 1_200, change)
+    found = expect(experiment, 16)
+    assert found.gain is None and "not known" in str(found) and change.partition("=")[0] in str(found)
+    for goal in get_args(Goal):
+        assert advise(experiment, 16, goal).recipe == "dense"
+
+
 def test_what_a_run_announces():
     best = expect(run("mst-best", 1_200), 16)
     assert (best.recipe, best.gain) == ("mst-best", law(122_944, best.tokens_per_parameter))

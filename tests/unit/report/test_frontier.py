@@ -60,6 +60,7 @@ def test_no_two_methods_look_alike_and_others_than_dense_are_not_dense(tmp_path)
     for setting in (
         {"mst": {"method": "mst", "sparsity": {"variation": "dense"}, "attention": {"stride": 4, "dense_from": 0.5}}},
         {"optimizer": {"type": "Muon", "params": {"lr": 1e-2}}},
+        {"training": {"steps": 100, "init": "gpt2"}},
     ):
         run = replace(readers[0].run, experiment=load({**readers[0].run.config, **setting}))
         assert not frontier._is_dense(run), setting

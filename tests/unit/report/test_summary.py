@@ -26,6 +26,17 @@ def test_a_limit_of_the_sparse_phase_is_stated_with_the_phases_that_follow_from_
     assert f"restoration to step {run.schedule.sparse_until}, dense to step 600" in facts["phases"]
 
 
+@pytest.mark.parametrize(("reduction", "claims"), [(1.04, False), (1.06, True)])
+def test_a_reduction_that_rounds_to_nothing_is_no_headline(tmp_path, reduction, claims):
+    folder = runs.write(tmp_path / "run", steps=600)
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    rows = [row | {"flops_dense": reduction * row["flops"]} for row in rows]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    reader = Reader(folder)
+    reader.update()
+    assert ("1.1× fewer FLOPs" in summary.headline(group_runs([reader.run]))) == claims
+
+
 def test_sizes_have_the_units_of_plans(tmp_path):
     folder = runs.write(tmp_path / "run", steps=600)
     sizes = {"peak_memory_bytes": 12_900_000_000, "state_bytes": 201_000_000, "comm_bytes": 4_200}
