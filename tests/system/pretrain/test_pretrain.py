@@ -272,7 +272,7 @@ def preparing(rank: int) -> None:
     """The corpus takes a minute."""
     from mst_scale.pretrain import prepare
 
-    def long(*_):
+    def long(*_, **__):
         print("the corpus is prepared", flush=True)
         time.sleep(60)
 
