@@ -100,7 +100,12 @@ class Ranks:
     def _all_in_time(self, error: Exception) -> list[Exception | None]:
         """Return the errors of all ranks, or raise this rank's own if the others do not give theirs in time."""
         found: list[list[Exception | None]] = []
-        thread = threading.Thread(target=lambda: found.append(self.all(error)), name="mst_scale agree", daemon=True)
+
+        def gather() -> None:
+            with contextlib.suppress(RuntimeError):  # a rank is lost
+                found.append(self.all(error))
+
+        thread = threading.Thread(target=gather, name="mst_scale agree", daemon=True)
         thread.start()
         thread.join(SECONDS_TO_AGREE)
         if not found:
