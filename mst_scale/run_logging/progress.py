@@ -90,9 +90,8 @@ class ProgressLine:
         if row["flops"] < row["flops_dense"] or row["sparsity"]:
             sparsity, target = f"{row['sparsity']:.0%}", f"{row['target_sparsity']:.0%}"
             saved = [f"{row['phase']}, sparsity {sparsity}{'' if sparsity == target else f' of {target}'}"]
-            if (
-                0 < row["flops"] < row["flops_dense"]
-            ):  # of some models none are counted, and growth has cost some before
+            # of some models none are counted, and a grown run starts with those of the growth
+            if 0 < row["flops"] < row["flops_dense"]:
                 size, unit = flops_unit(row["flops_dense"] - row["flops"])
                 flops = f"{(row['flops_dense'] - row['flops']) / size:.3g} {unit} saved"
                 saved += [f"FLOPs ÷{row['flops_dense'] / row['flops']:.2f}, {flops}"]
