@@ -6,7 +6,7 @@
                                         step, phase, number of files, digests of the whole masks, dead units, own digest
     client_state["mst"]                 the same head, so that masks and weights of two checkpoints cannot be mixed
 
-Shards record which weights of the logical parameter they hold, so they can be resliced for another number of ranks,
+Shards record which weights of the logical parameter they hold, so they can be resliced for a different number of ranks,
 ZeRO stage or split of the model. Files are numbered by the ranks that write one: at stage 0, those of the first
 replica. Nothing is guessed: a checkpoint without masks, and a file that is missing, truncated, altered or of another
 run, is rejected by name. The files hold no pickles, so that `mst inspect` runs nothing that a checkpoint may carry.

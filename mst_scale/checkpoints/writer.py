@@ -143,7 +143,7 @@ def _written(draft: Path, names: list[str]) -> dict[str, Any]:
     """Return the digests of files that the disk has, and has given back unchanged."""
     digests = manifests.digests_of(draft, names)
     if faults := manifests.faults_of(draft, digests, names):
-        raise OSError(f"the disk does not give back what was written to {draft}: {faults[0]}")
+        raise OSError(f"data read back from {draft} differs from what was written: {faults[0]}")
     return digests
 
 

@@ -161,7 +161,7 @@ examples:
 
 
 def _add_reshape(subparsers: Any) -> None:
-    about = "convert a checkpoint for another number of ranks or ZeRO stage"
+    about = "convert a checkpoint for a different number of ranks or ZeRO stage"
     command = add_command(subparsers, "reshape", _reshape, about, RESHAPE)
     command.add_argument("path", metavar="PATH", type=Path, help="a checkpoint or a run")
     command.add_argument(

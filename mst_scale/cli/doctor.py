@@ -9,7 +9,7 @@ from mst_scale.cli import add_command
 
 TEXT = """\
 Print one line per check, with a fix for each problem found. The quick check takes seconds and compiles and
-trains nothing: it compares versions with those supported and tested, and checks memory and disk, stale locks of builds,
+trains nothing: it compares versions with those supported and tested, and checks memory and disk, stale build locks,
 versions and settings that differ between ranks, and the network between ranks. --full adds checks that take minutes
 when kernels and operators are compiled for the first time: each kernel against its definition in float64, a few sparse
 training steps whose masks must be the same on all ranks, and what "auto" chooses.
@@ -25,7 +25,7 @@ code is 0, or 1 if something is wrong. --json prints [{"name", "verdict", "messa
 examples:
   mst doctor
   mst doctor --full --json > doctor.json
-  mst doctor --tune                                      # minutes: measures from which sparsity on kernels are faster
+  mst doctor --tune                                      # minutes: measures above which sparsity kernels are faster
   torchrun --nproc_per_node 2 -m mst_scale doctor --full
   deepspeed --num_accelerators 2 --no_local_rank --module mst_scale doctor
   mpirun -n 2 mst doctor

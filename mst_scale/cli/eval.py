@@ -31,9 +31,9 @@ TASKS: lambada, wikitext2, ptb, wikitext103, 1bw, rte, mrpc, or all. Their docum
   rte.jsonl         one {"sentence1": "…", "sentence2": "…", "label": 0 or 1} per line, with GLUE's labels
   rte.train.jsonl   the same, as examples for the prompt (--shots)
 
-Perplexities are per token (which we assume the paper's to be) and per word (separated by blanks). A text is one
-sequence and is not detokenized. It is read in windows of the context that advance by --stride, so all tokens
-but the first context - stride of a text have at least context - stride tokens before them. LAMBADA is scored per word:
+Perplexities are per token (as, we assume, the paper's) and per word (separated by blanks). A text is one sequence and
+is not detokenized. It is read in windows of the context that advance by --stride: every token, except the first
+context - stride of a text, is predicted from at least context - stride tokens. LAMBADA is scored per word:
 all tokens of the last word must be the most likely ones.
 
 The result is also written to eval.json in the folder of the run or model (or to --out). The same command completes an

@@ -62,7 +62,7 @@ def add(subparsers: Any) -> None:
     option(
         "--goal",
         choices=("train-cost", "inference-cost"),
-        help="also say which recipe fits this goal at this size and length, or plain dense training",
+        help="also recommend a recipe, or plain dense training, for this goal at this size and length",
     )
     option("--json", action="store_true", help="print one JSON object")
 

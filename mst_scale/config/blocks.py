@@ -320,8 +320,8 @@ class TrainingConfig:
     )
     reshape_on_load: StrictBool = Field(
         default=False,
-        description="In your own loop and with Trainer: when a checkpoint of another number of ranks or ZeRO stage is "
-        "loaded, convert a copy of it, as `mst reshape` does. `mst_scale.pretrain` always does so.",
+        description="In your own loop and with Trainer: when a checkpoint of a different number of ranks or ZeRO stage "
+        "is loaded, convert a copy of it, as `mst reshape` does. `mst_scale.pretrain` always does so.",
         json_schema_extra=NO_EFFECT,
     )
     verify_every: Interval = Field(

@@ -18,7 +18,7 @@ config_record     keeps the config in checkpoints
 
 What they are made from:
 
-checkpoint_calls  asynchronous saves, and loads from another number of ranks, of your own training loop
+checkpoint_calls  asynchronous saves, and loads from a different number of ranks, of your own training loop
 compaction        makes layers compact before DeepSpeed starts; compact_linear: how these compute
 targets           chooses the parameters that become sparse; adapters: those that never do
 sequences         gives a model its part of each sequence

@@ -9,9 +9,9 @@ complete checkpoint to make room for ones that do not exist.
 `training.checkpoint_form` "dense": a checkpoint of compact storage is turned into the dense form before `latest` names
 it, which DeepSpeed loads without mst_scale ({"checkpoint": {"load_universal": true}}).
 
-`training.reshape_on_load`: a load of a checkpoint of another number of ranks needs the copy that `mst reshape` makes.
-The first rank makes it, inside the checkpoint, while the others wait. `mst_scale.pretrain` does the same without this
-key.
+`training.reshape_on_load`: a load of a checkpoint of a different number of ranks needs the copy that `mst reshape`
+makes. The first rank makes it, inside the checkpoint, while the others wait. `mst_scale.pretrain` does the same without
+this key.
 """
 
 from __future__ import annotations
@@ -143,7 +143,7 @@ def _at_exit(saves: BackgroundSaves) -> None:
 
 
 def reshape_on_load(engine: Any) -> None:
-    """Let `engine.load_checkpoint` make the copy that another number of ranks needs."""
+    """Let `engine.load_checkpoint` make the copy that a different number of ranks needs."""
     ranks = _all_ranks("reshape")
 
     def load_checkpoint(load: Callable[..., Any], given: dict[str, Any]) -> Any:

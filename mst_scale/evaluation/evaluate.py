@@ -220,7 +220,7 @@ class TasksDuringTraining:
     def __init__(self, experiment: Experiment, out: Path, micro: int, ranks: Ranks):
         training, self.config = experiment.training, experiment.model
         if self.config.arch != "gpt":
-            raise UserError(f"training.eval_tasks are for GPTs, and model.arch is {self.config.arch!r}: leave it out")
+            raise UserError(f"training.eval_tasks requires model.arch = gpt, not {self.config.arch}: leave it out")
         folder = None if training.eval_data is None else Path(training.eval_data)
         self.settings = Settings(data_dir=folder, batch=micro)
         self.out, self.ranks = out, ranks

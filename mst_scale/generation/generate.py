@@ -28,10 +28,10 @@ class Generated:
     Attributes:
         text: The new text, without the prompt.
         tokens: The number of new tokens.
-        finish: Why it ends: "length" (as many tokens as asked for), "end of text", or "context" (it is full).
-        prompt_s: Seconds until the first new token: the prompt is computed.
+        finish: Why it stopped: "length" (as many tokens as requested), "end of text", or "context" (it is full).
+        prompt_s: Seconds to process the prompt, until the first new token.
         tokens_per_s: New tokens after the first, per second.
-        weight_bytes: Bytes of the weights in memory, the places of sparse ones included.
+        weight_bytes: Bytes of the weights in memory, including the positions of sparse weights.
         resident_bytes: Memory of the whole process, Python and torch included.
     """
 

@@ -62,7 +62,7 @@ def attention(  # noqa: PLR0917  (the public signature)
         UserError: for tensors that do not fit each other, dropout of sparse attention, or a scale that is not positive.
     """
     if scale is not None and not scale > 0:
-        raise UserError(f"scale is {scale}: attention needs a positive factor of its scores")
+        raise UserError(f"the scale of attention must be positive, not {scale}")
     q, k, v = _alike_under_autocast(q, k, v)
     _check(q, k, v)
     length = q.shape[-2]

@@ -129,7 +129,7 @@ class Places:
         return left[:number]
 
     def changed(self, used: int) -> bool:
-        """Return whether the file now asks for another number of ranks than is used."""
+        """Return whether the file now asks for a different number of ranks than is used."""
         wanted = self._read(self._wanted)
         if wanted == self._wanted:
             return False

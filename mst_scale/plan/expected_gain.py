@@ -8,8 +8,8 @@ tokens per parameter. The law is fitted to 17 settings (bytes of English, 0.12 t
 parameter). `python -m mst_scale.benchmarks.studies.gain_law` fits it again and writes gain-law.md, and
 tests/unit/benchmarks/test_gain_law.py compares its result with the constants here.
 
-Nothing is extrapolated: outside of the convex hull of the measured settings, on logarithmic axes of parameters and
-tokens per parameter, there is no number.
+Little is extrapolated: more than a factor of 1.1 outside of the convex hull of the measured settings, on logarithmic
+axes of parameters and tokens per parameter, there is no number.
 """
 
 from __future__ import annotations

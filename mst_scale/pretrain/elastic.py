@@ -47,7 +47,7 @@ def batch_of(deepspeed: Mapping[str, Any]) -> int:
 
 
 def check_elastic(deepspeed: Mapping[str, Any]) -> None:
-    """Check that a run can continue on another number of ranks.
+    """Check that a run can continue on a different number of ranks.
 
     Raises:
         UserError: if its batch would change, or its optimizer's states cannot be divided again.

@@ -2,7 +2,7 @@
 
 The ranks list the parts on their hosts (`checkpoints.memory_copies`) and choose the newest copy whose parts are all
 present on some host. Ranks with parts write them into the run's folder, and rank 0 seals them as a checkpoint. The run
-then continues from it as from any other, also on another number of ranks.
+then continues from it as from any other, also on a different number of ranks.
 """
 
 from __future__ import annotations

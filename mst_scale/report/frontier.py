@@ -92,7 +92,7 @@ def compare(groups: Sequence[Group]) -> list[Method]:
             model = json.dumps(model_of(group.first))
             methods.append(Method(group.name, group.first.method, model, _is_dense(group.first), points))
     if not any(method.dense for method in methods):
-        raise UserError("--compute-frontier: no finished dense run is among them: train some of several lengths")
+        raise UserError("--compute-frontier needs finished dense runs: train dense runs of several lengths")
     return methods
 
 

@@ -83,7 +83,7 @@ def read(checkpoint: Path) -> dict[str, CompactIndex]:
     for stage in range(1, stages):
         further, of_stages = _read(file_of(checkpoint, stage), stage)
         if of_stages != stages:
-            raise Damaged(f"{file_of(checkpoint, stage)} is of another checkpoint: copy the {FOLDER} folder again")
+            raise Damaged(f"{file_of(checkpoint, stage)} belongs to another checkpoint: copy the {FOLDER} folder again")
         found = {**further, **found}  # stages have the same index of a tied parameter
     return found
 

@@ -1,4 +1,4 @@
-"""Finds the copy of a checkpoint that loads on another number of ranks or at another ZeRO stage.
+"""Finds the copy of a checkpoint that loads on a different number of ranks or at another ZeRO stage.
 
 If there is no copy, or the checkpoint was saved again since, the error says how to make it.
 

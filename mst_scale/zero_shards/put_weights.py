@@ -108,7 +108,7 @@ def put_states(engine: Any, source: Source, only_weights: bool = False) -> None:
         only_weights: Whether the optimizer stays as it is.
 
     Raises:
-        UserError: if the optimizer has another number of parameter groups.
+        UserError: if the optimizer has a different number of parameter groups.
     """
     optimizer = base_optimizer(engine)
     if not only_weights and len(source.groups) != len(optimizer.param_groups):

@@ -270,7 +270,7 @@ def test_every_flipped_bit_is_refused_by_name(tmp_path):
 
 
 def test_a_file_of_another_run_is_refused_by_name(tmp_path):
-    """Of other masks, of another seed, of another step, of another rank, of another number of ranks."""
+    """Of other masks, of another seed, of another step, of another rank, of a different number of ranks."""
     state = save(tmp_path / "ours", whole(1), even(2))
     path = mask_files.file_of(tmp_path / "ours", 1)
     for number, (flags, changes) in enumerate(

@@ -218,7 +218,7 @@ def test_refused_on_one_line(tmp_path, make, message):
 
 
 def test_bits_that_do_not_add_up_to_their_count_are_refused(tmp_path):
-    """A file that was rewritten with a digest of its own still cannot hold another number of weights than it says."""
+    """A file that was rewritten with a digest of its own still cannot hold fewer weights than it says."""
     folder = sealed(tmp_path / "step1", whole(1), 1)
     (folder / "manifest.json").unlink()
     path = mask_files.file_of(folder, 0)

@@ -39,11 +39,12 @@ OFFLOAD = {"offload_optimizer": {"device": "cpu"}}
 
 
 @pytest.mark.parametrize(
-    ("scheduled", "more"), [(False, {}), (True, {}), pytest.param(True, OFFLOAD, marks=pytest.mark.full)]
+    ("scheduled", "more"), [(False, {}), (True, {}), pytest.param(True, OFFLOAD, marks=pytest.mark.slow)]
 )
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_groups_are_those_of_stage_0(stage, scheduled, more, tmp_path):
-    """torch's own Adagrad, which DeepSpeed calls directly at stage 0, is the oracle; with offload it uses its own."""
+    """torch's own Adagrad, which DeepSpeed calls directly at stage 0, is the oracle; with offload it uses its own,
+    which a new environment compiles for minutes."""
     (oracle, _, rates, *_), _ = pool.run(trained, 2, {"stage": 0}, scheduled, str(tmp_path / "0"))
     found = pool.run(trained, 2, {"stage": stage, **more}, scheduled, str(tmp_path / "s"))
     for weights, resumed, now, after, decays in found:

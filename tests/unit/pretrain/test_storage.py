@@ -33,7 +33,7 @@ def test_a_stretch_begins_when_its_topology_step_is_done():
     assert stretch_after([stretch], 99, 99) is None
     assert stretch_after([stretch], 100, 99) is None, "the step was skipped for an overflow"
     assert stretch_after([stretch], 101, 101) == stretch_after([stretch], 699, 699) == stretch
-    assert stretch_after([stretch], 700, 700) is None, "step 701 gives the masks another number of weights"
+    assert stretch_after([stretch], 700, 700) is None, "step 701 gives the masks a different number of weights"
 
 
 @pytest.mark.parametrize(

@@ -42,7 +42,7 @@ def test_the_frontier_says_what_a_method_is_worth(tmp_path, capsys):
         "left out, because training.steps, the length of the run, is not known: endless",
     ]
     assert "2.00 (2.00 to 2.00)" in (out / "index.html").read_text()
-    assert main(["report", "--frontier", str(mst)]) == 2 and "no finished dense run" in capsys.readouterr().err
+    assert main(["report", "--frontier", str(mst)]) == 2 and "needs finished dense runs" in capsys.readouterr().err
 
 
 def test_no_two_methods_look_alike_and_others_than_dense_are_not_dense(tmp_path):
