@@ -11,6 +11,7 @@ anything else    a crash: a traceback and exit code 1, restarted
 from __future__ import annotations
 
 import difflib
+import functools
 import math
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -51,11 +52,15 @@ class CorruptedError(Exception):
         super().__init__(message)
         self.kind, self.value, self.ranks, self.hosts = kind, value, list(ranks), list(hosts)
         self.step, self.verified, self.decided = step, verified, decided
-        self.details = {
+        self.details: dict[str, Any] = {
             "step": step, "kind": kind, "value": value, "ranks": self.ranks, "hosts": self.hosts, "decided": decided,
             "verified": verified,
         }  # fmt: skip
         """All of these, as an event of a run records them."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Let a rank send the error to others."""
+        return functools.partial(type(self), **self.details), self.args
 
 
 class Damaged(ValueError):

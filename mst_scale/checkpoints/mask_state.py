@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from math import prod
 
 from mst_scale.comm.exchange import Exchange, Exchanges, Stages
+from mst_scale.mixed_growing.blocks import count_active
+from mst_scale.mixed_growing.config import grid_shape
 from mst_scale.mixed_growing.evolve import Change
 from mst_scale.mixed_growing.masks import MaskSet
 from mst_scale.sparsity_variation import Schedule
@@ -40,6 +43,8 @@ class MaskState:
     """Digests of the whole masks of this rank's parameters."""
     active: dict[str, int] = field(default_factory=dict)
     """Active weights of every masked parameter of the model."""
+    shares: dict[str, float] = field(default_factory=dict)
+    """The fraction of each of them that products compute with: of its weights, or of its blocks."""
     changes: Sequence[Change] = ()
     """What the last topology step did to each parameter of the model …"""
     changed_at: int = 0
@@ -55,6 +60,15 @@ class MaskState:
         """Recompute digests and counts after masks have changed (collective)."""
         self.digests = self.masks.digests(self.exchange)
         self.active = self.stages.joined({mask.name: mask.active for mask in self.masks})
+        self.shares = self.stages.joined(dict(zip(self.masks.names, self._shares(), strict=True)))
+
+    def _shares(self) -> list[float]:
+        if isinstance(self.granularity, str):
+            return [mask.active / mask.numel for mask in self.masks]
+        side = self.granularity["block"]
+        blocks = [prod(grid_shape(mask.shape, side)) for mask in self.masks]
+        active = [count_active(mask, side, self.exchange.of[i]) for i, mask in enumerate(self.masks)]
+        return [count / of for count, of in zip(active, blocks, strict=True)]
 
     @property
     def sparsity(self) -> float:
@@ -68,8 +82,8 @@ class MaskState:
         return self.active == self.numels
 
     def densities(self) -> dict[str, float]:
-        """Return the share of active weights of every masked parameter of the model."""
-        return {name: self.active[name] / numel for name, numel in self.numels.items()}
+        """Return the density of every masked parameter of the model as its products count: of weights, or of blocks."""
+        return {name: self.shares[name] for name in self.numels}
 
     def gather_digests(self) -> dict[str, int]:
         """Return the digest of every mask of the model, in the order of layers (collective)."""

@@ -131,6 +131,11 @@ class MSTConfig:
             raise UserError(
                 "method fixed keeps masks as they are, weight by weight: leave mst.topology.granularity out"
             )
+        if self.method == "fixed" and (self.topology.chosen.swaps or self.sparsity.variation not in ("sparse", "sd")):
+            raise UserError(
+                "method fixed keeps masks as they are: leave mst.topology.policy out, and mst.sparsity.variation too "
+                '(or choose "sd", which makes the weights dense after a number of steps)'
+            )
         if self.topology.granularity == "channel" and not self._draws_channels:
             raise UserError(
                 'mst.topology.granularity = "channel" draws the active channels once and exchanges none: it needs '

@@ -33,7 +33,8 @@ MODELS: dict[str, dict[str, Any]] = {
 
 # Recipes set several blocks. "paper" is `mst` with the paper's learning rate; in "mst-wsd" the rate stays high almost
 # until the weights are dense again. "mst-best" and "mst-lean" gained most in our studies (docs/does-it-work.md):
-# "mst-best" ends with dense attention, while "mst-lean" always has sparse attention and sparse weights almost throughout.
+# "mst-best" ends with dense attention, while "mst-lean" always has sparse attention, and sparse weights almost
+# throughout.
 # "mst-channels" is "mst-lean" with whole channels, which saves time on any device. "mst-small" ends sparse, for models
 # whose inference cost matters: 80 % from the first step to the last, with dense attention.
 #

@@ -112,6 +112,10 @@ def _unread(experiment: Experiment) -> Iterator[Reason]:
     if variation == "dense" and mst.function is None:
         keys = (*_keys(TargetsConfig, "mst.targets"), "mst.seed", "mst.compute.backend")
         yield from ((key, method) for key in (*keys, "training.sparse_rate", "training.sparse_decay"))
+    elif mst.stays_dense and mst.function is not None:  # nothing is drawn, and its products are its own
+        yield from ((key, method) for key in ("mst.seed", "mst.compute.backend"))
+    elif mst.masks is not None and variation in STAY_SPARSE:
+        yield "mst.seed", method
     yield from ((f"model.{key}", method) for key in _shape(mst))
     yield from _unread_in_attention(mst, experiment.training.steps, method)
     yield from _unread_in_training(experiment)
@@ -133,7 +137,9 @@ def _unread_in_sparsity(mst: MSTConfig, steps: int) -> Iterator[str]:
         yield "sparse_tokens"
     if "restore" not in gradual and ("warmup" not in gradual or mst.sparsity.warmup_moves == "continuous"):
         yield "stages"
-    if mst.masks is not None or (mst.function is None and not _without_limit(mst).schedule(steps).at(0).sparsity):
+    if mst.function is not None and mst.function.sparsity is not None:
+        yield "distribution"
+    if mst.masks is not None or mst.stays_dense or not _without_limit(mst).schedule(steps).at(0).sparsity:
         yield "initial"
 
 

@@ -6,8 +6,9 @@ weights with which it ends, are computed by one rank and sent to the ranks that 
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -142,8 +143,10 @@ class WeightFunctions(Component, Criteria):
         """Store the tensors that yield the current weights of the model."""
         if self.hold_at(self._step):
 
-            def stored(layer: LayerFunction, weight: torch.Tensor) -> torch.Tensor:
-                made, layer.scale = self.function.begin(weight)
+            def stored(name: str, weight: torch.Tensor) -> torch.Tensor:
+                if not weight.isfinite().all():
+                    raise UserError(f"method {self.method}: {name} has a weight that is not finite: load other weights")
+                made, self.layers[name].scale = self.function.begin(weight)
                 return made
 
             self._replace(stored)
@@ -201,7 +204,12 @@ class WeightFunctions(Component, Criteria):
         """Continue with plain weights after the last step that uses the functions."""
         if self.hold_at(self._step) or not self.hold_at(self._step - 1):
             return
-        moved = self._replace(lambda layer, stored: self.function.end(stored, layer.kept, layer.scale))
+
+        def plain(name: str, stored: torch.Tensor) -> torch.Tensor:
+            layer = self.layers[name]
+            return self.function.end(stored, layer.kept, layer.scale)
+
+        moved = self._replace(plain)
         if moved:
             for i in range(len(self.shapes)):
                 for state in self.shards.states(i).values():
@@ -240,9 +248,9 @@ class WeightFunctions(Component, Criteria):
                 moment.copy_(square * (warm * clip**2))
         self.reseed = self.reseed and bool(self.first_squares)
 
-    def _replace(self, new: Any) -> bool:
-        """Replace every matrix by `new(layer, matrix)`; return whether any has changed."""
-        first = dist.get_global_rank(self.replicas, 0)
+    def _replace(self, new: Callable[[str, torch.Tensor], torch.Tensor]) -> bool:
+        """Replace every matrix by `new(name, matrix)`; return whether any has changed."""
+        first, same = dist.get_global_rank(self.replicas, 0), Exchange(self.replicas, self.engine.device)
         changed = False
         parameters = dict(zero_shards.named_parameters(self.engine.module))
         with torch.no_grad():
@@ -253,9 +261,10 @@ class WeightFunctions(Component, Criteria):
                 whole = self.zero.sum_here(whole)
                 layer = self.layers[name]
                 made = torch.empty(whole.numel() + 1, dtype=torch.float64, device=whole.device)
-                if dist.get_rank() == first:
-                    made[:-1] = new(layer, whole.view(shape)).reshape(-1)
-                    made[-1] = layer.scale
+                compute = functools.partial(new, name, whole.view(shape)) if same.rank == 0 else lambda: None
+                replacement = same.agree(compute)
+                if replacement is not None:
+                    made[:-1], made[-1] = replacement.reshape(-1), layer.scale
                 made = made.to(self.engine.device)
                 dist.broadcast(made, first, group=self.replicas)
                 layer.scale = float(made[-1])

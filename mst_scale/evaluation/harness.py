@@ -260,7 +260,7 @@ def _last_word(task: Task) -> dict[str, Any]:
 
 def _split(doc: Doc) -> tuple[str, str]:
     """Return a passage before its last word, and that word."""
-    before, _, word = doc["text"].strip().rpartition(" ")
+    before, word = re.fullmatch(r"(.*)\s(\S+)", doc["text"].strip(), re.DOTALL).groups()  # type: ignore[union-attr]
     return before, word
 
 

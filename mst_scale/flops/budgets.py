@@ -6,7 +6,8 @@ The FLOPs of a grown model before its first step are
     + the steps that train the growth: those of the larger dense model, and the products of the growth itself
 
 A run with method `dense-short` has the number of dense steps that takes the FLOPs of the run `mst.like`. If none is
-named, it matches this config with method `mst`. FLOPs are those of the metrics, in the paper's accounting.
+named, it matches this config with method `mst`. FLOPs are those of the metrics, in the paper's accounting. Those of
+method `fixed` depend on its masks, and are read from the metrics of a finished run.
 """
 
 from __future__ import annotations
@@ -79,6 +80,19 @@ def _batch_of(run: Path) -> int | None:
     return sequences if isinstance(sequences, int) and sequences > 0 else None
 
 
+def _recorded(run: Path, steps: int) -> float:
+    """Return the FLOPs of a finished run of `steps` whose config does not determine them."""
+    try:
+        last = json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])
+        if last["step"] == steps:
+            return float(last[KEYS["paper"]])
+    except (OSError, ValueError, LookupError, TypeError):
+        pass
+    raise UserError(
+        f"the FLOPs of method fixed depend on its masks, and {run} is not a finished run: give the folder of one"
+    )
+
+
 def shortened(experiment: Experiment, ranks: int = 1) -> Experiment:
     """Return a `dense-short` experiment with the number of dense steps that takes the FLOPs of the run that it matches.
 
@@ -99,7 +113,10 @@ def shortened(experiment: Experiment, ranks: int = 1) -> Experiment:
     sequences = _batch_of(path) if path is not None and path.is_dir() else None
     sequences = sequences or global_batch(like.deepspeed, ranks)
     like = like.with_batch(sequences)
-    budget = like.training.steps * sequences * forecast(like, ranks=ranks).mean["paper"].total
+    if like.mst.masks is None:
+        budget = like.training.steps * sequences * forecast(like, ranks=ranks).mean["paper"].total
+    else:
+        budget = _recorded(Path(name), like.training.steps)
     if like.mst.growth is not None and like.mst.grow_from is not None:
         budget += before(like, sequences).total["paper"]
     step = global_batch(experiment.deepspeed, ranks) * forecast(experiment, ranks=ranks).dense["paper"].total

@@ -155,6 +155,17 @@ class Blocks:
         return [view.commit(change, None) for view, change in zip(views, changes, strict=True)]
 
 
+def count_active(mask: LayerMask, side: int, exchange: Exchange) -> int:
+    """Return the number of active blocks of a layer (collective, unless `side` divides the matrix)."""
+    sliced = BlockedShard.of(mask, side)
+    grid = sliced.grid
+    if mask.dense:
+        return grid.numel
+    if not (grid.rows % side or grid.columns % side):
+        return mask.active // side**2
+    return int((exchange.sum(sliced.count(mask.packed())) > 0).sum())
+
+
 def granularity_of(stated: Literal["element", "channel"] | BlockGranularity) -> Elements | Blocks:
     """Return the granularity of a config, for masks of single matrices."""
     return Elements() if isinstance(stated, str) else Blocks(stated.block, stated.min_blocks)

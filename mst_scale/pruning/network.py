@@ -64,9 +64,12 @@ def prune_model(
         The names of matrices that were not pruned, because no linear layer multiplies by them.
 
     Raises:
-        UserError: if none of them can be pruned, or the model computes values that are not finite.
+        UserError: if none of them can be pruned, or a weight or a value that the model computes is not finite.
     """
     parameters, of_inputs = dict(model.named_parameters()), method.of_inputs
+    for name in amounts:
+        if not parameters[name].isfinite().all():
+            raise UserError(f"{name} has a weight that is not finite: choose an earlier checkpoint to prune")
     if of_inputs is None:
         for name, amount in amounts.items():
             method.prune(parameters[name].data, None, amount)

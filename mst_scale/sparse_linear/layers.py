@@ -37,7 +37,10 @@ from mst_scale.sparse_linear.replaced import Forward, layer_type, replace_forwar
 from mst_scale.transforms import check_not_transformed
 
 _CHANGED = "mst_changed_modules"  # of a model: (module, attribute, what it was before)
-_ABSENT = object()  # the module's class has it
+
+
+class _Absent:
+    """What an attribute was before if only the module's class has it; a class survives a copy of the model."""
 
 
 class Function(Protocol):
@@ -169,10 +172,10 @@ class SparseLayers:
             changed = vars(model).setdefault(_CHANGED, [])
             for module, attribute in places:
                 if attribute == "forward":
-                    changed.append((module, attribute, _ABSENT))
+                    changed.append((module, attribute, _Absent))
                     replace_forward(module, forwards[layer_type(module)], product)
                     continue
-                changed.append((module, attribute, vars(module).get(attribute, _ABSENT)))
+                changed.append((module, attribute, vars(module).get(attribute, _Absent)))
                 setattr(module, attribute, product.loss if attribute == "head_loss" else product)
         if self.left_dense and backend != "dense":
             dispatch.log.info(
@@ -242,7 +245,7 @@ def remove_products(model: nn.Module) -> None:
         if attribute == "forward":
             restore_forward(module)
         vars(module).pop(attribute, None)
-        if before is not _ABSENT:
+        if before is not _Absent:
             setattr(module, attribute, before)
 
 

@@ -54,8 +54,8 @@ class NarrowIndex:
 def chain(first: Index | None, second: Index | None, parts: int = 1, groups: int = 1) -> bool:
     """Let two layers pass on active channels only, and return whether they can.
 
-    They can if the last of the first layer's `parts` equal stretches of rows are the second layer's columns, and if all
-    `groups` of every stretch have equally many active channels.
+    They can if the last of the first layer's `parts` equal stretches of rows are the second layer's columns, if the
+    stretches before it (queries and keys) have the same channels, and if every group of them has equally many.
     """
     if not isinstance(first, NarrowIndex) or not isinstance(second, NarrowIndex):
         return False
@@ -63,7 +63,8 @@ def chain(first: Index | None, second: Index | None, parts: int = 1, groups: int
         return False
     width = second.inputs
     of_each = torch.bincount(first.rows // (width // groups), minlength=parts * groups)
-    same = torch.equal(first.rows[first.rows >= (parts - 1) * width] - (parts - 1) * width, second.columns)
+    *before, last = [first.rows[first.rows // width == part] - part * width for part in range(parts)]
+    same = torch.equal(last, second.columns) and all(torch.equal(rows, before[0]) for rows in before)
     if not same or len(of_each) != parts * groups or not (of_each == of_each[0]).all():
         return False
     first.chained_out = second.chained_in = True

@@ -74,6 +74,23 @@ def test_every_block_row_and_column_keeps_its_least():
     assert fewest == 2
 
 
+def block_densities(rank, world):
+    config = mst_config(2, world, topology={"granularity": {"block": 4, "min_blocks": 1}})
+    engine, *_ = mst_scale.initialize(model=toy(), config=config)
+    train(engine, rank, world, 20)
+    tiles = [
+        block_oracle.active_blocks(mask.whole(exchange).numpy(), 4)
+        for mask, exchange in zip(engine.mst.masks, engine.mst.state.exchange.of, strict=True)
+    ]
+    return list(engine.mst.densities().values()), [float(found.mean()) for found in tiles]
+
+
+def test_products_are_counted_in_whole_blocks():
+    """As forecasts count them: a block at an edge costs as much as any other."""
+    for found, expected in pool.run(block_densities, 2):
+        assert found == pytest.approx(expected, rel=1e-12) and min(found) < 0.6
+
+
 def save_and_go_on(rank, world, folder, granularity):
     """Ten steps, a save, four more; then another engine loads and takes the same four."""
     config = mst_config(2, world, topology={"granularity": granularity})

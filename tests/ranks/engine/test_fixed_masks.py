@@ -231,6 +231,9 @@ def test_masks_go_with_fixed_alone():
     with pytest.raises(UserError, match=r"leave mst\.topology\.granularity out"):
         load({"mst": {"method": "fixed", "topology": {"granularity": {"block": 16}}}})
     assert load({"mst": {"method": "fixed"}}).mst.masks == "zeros"
+    for moving in ({"topology": {"policy": "rigl"}}, {"sparsity": {"variation": "sv"}}):
+        with pytest.raises(UserError, match=r"method fixed keeps masks as they are: leave mst\.topology\.policy out"):
+            load({"mst": {"method": "fixed", **moving}})
 
 
 def fine_tuned(rank, world, folder, stage):

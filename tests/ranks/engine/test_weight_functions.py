@@ -42,6 +42,19 @@ def test_a_layer_of_torch_that_reads_stored_weights_by_itself_is_rejected():
     pool.run(fused, 1, "powerprop")
 
 
+def not_finite(rank, world, name):
+    made = model()
+    with torch.no_grad():
+        made.blocks[0].mlp.up.weight[0, 0] = float("nan")
+    with pytest.raises(UserError, match=r"mlp\.up\.weight has a weight that is not finite"):
+        mst_scale.initialize(model=made, config=config(name, 1, world))
+
+
+@pytest.mark.parametrize("name", ["monarch", "top-kast"])
+def test_a_weight_that_is_not_finite_is_rejected_on_all_ranks(name):
+    pool.run(not_finite, 2, name)
+
+
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_training_is_that_of_the_definition_on_any_ranks_and_stage(name):
     (by_hand,) = pool.run(plain, 1, name, {})

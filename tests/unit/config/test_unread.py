@@ -108,6 +108,13 @@ def test_stated_keys_without_effect_are_named_in_one_line(mst, unread):
         ({"model": {"mask_share": 0.2, "arch": "bert"}}, None),
         ({"data": {"dir": "x", "val_fraction": 0.1}}, "data.val_fraction has no effect without data.source"),
         ({"data": {"dir": "x", "source": "stdlib", "val_fraction": 0.1}}, None),
+        ({"mst": {"method": "top-kast", "sparsity": {"initial": "magnitude"}}}, "mst.sparsity.initial has no effect"),
+        ({"mst": {"method": "sr-ste", "sparsity": {"distribution": "uniform"}}}, "mst.sparsity.distribution has no"),
+        ({"mst": {"method": "spartan", "sparsity": {"distribution": "uniform"}}}, None),
+        ({"mst": {"method": "sr-ste", "seed": 3}}, "mst.seed has no effect with method sr-ste"),
+        ({"mst": {"method": "powerprop", "compute": {"backend": "dense"}}}, "mst.compute.backend has no effect"),
+        ({"mst": {"method": "fixed", "seed": 3}}, "mst.seed has no effect with method fixed"),
+        ({"mst": {"method": "rigl", "seed": 3, "sparsity": {"initial": "magnitude"}}}, None),
         ({"model": {"n_layer": 2}, "mst": {"method": "tiny"}}, "model.n_layer has no effect with method tiny"),
         ({"model": {"n_layer": 6}, "mst": {"method": "tiny"}}, None),
         (

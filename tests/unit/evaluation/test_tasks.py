@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from mst_scale.errors import UserError
+from mst_scale.evaluation.harness import _split as last_word_of
 from mst_scale.evaluation.tasks import TASKS, choose, documents
 
 
@@ -37,6 +38,15 @@ def test_formats(tmp_path):
     rte = documents(TASKS["rte"], tmp_path, 1)
     assert (len(rte.test), len(rte.train)) == (1, 1) and documents(TASKS["rte"], tmp_path, 0).train == []
     assert rte.digest != documents(TASKS["rte"], tmp_path, 0).digest
+
+
+@pytest.mark.parametrize(
+    ("text", "before"),
+    [("she said  hello", "she said "), ("she said hello to\nMary ", "she said hello to"), ("a\tb", "a")],
+)
+def test_the_last_word_is_what_follows_the_last_white_space(text, before):
+    found, word = last_word_of({"text": text})
+    assert found == before and word == text.split()[-1]
 
 
 @pytest.mark.parametrize(

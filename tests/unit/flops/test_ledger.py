@@ -254,6 +254,20 @@ def test_dense_short_of_a_run_takes_the_batch_that_it_had(tmp_path):
     assert steps[0].training.steps == steps[1].training.steps > 1
 
 
+def test_dense_short_of_given_masks_takes_the_flops_that_their_run_recorded(tmp_path):
+    path, run = tmp_path / "c.json", tmp_path / "run"
+    path.write_text(json.dumps({**RAW, "mst": {"method": "fixed"}}))
+    run.mkdir()
+    (run / "config.json").write_text(path.read_text())
+    for like in (path, run):
+        with pytest.raises(UserError, match=r"depend on its masks, and .* is not a finished run"):
+            shortened(load(path, [f"mst.like={like}"], "dense-short"))
+    whole = load(path)
+    spent = 17 * whole.deepspeed["train_batch_size"] * dense_step_flops(whole.model).total
+    (run / "metrics.jsonl").write_text(json.dumps({"step": whole.training.steps, "flops": spent}) + "\n")
+    assert shortened(load(path, [f"mst.like={run}"], "dense-short")).training.steps == 17
+
+
 def test_dense_short_of_no_named_run_is_that_of_method_mst(tmp_path):
     path = tmp_path / "c.json"
     path.write_text(json.dumps({**RAW, "mst": {"method": "mst"}}))

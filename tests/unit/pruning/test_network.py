@@ -91,6 +91,18 @@ def test_nothing_to_prune_by_is_rejected(name: str):
         prune_model(model_of(GPT2, True), METHODS[name], {"wte.weight": HALF}, batches(1))
 
 
+@pytest.mark.parametrize("name", METHODS)
+def test_a_weight_that_is_not_finite_is_named(name: str):
+    model = model_of(GPT2, True)
+    found = "blocks.1.mlp.up.weight"
+    with torch.no_grad():
+        dict(model.named_parameters())[found][0, 0] = float("nan")
+    with pytest.raises(
+        UserError, match=r"mlp\.up\.weight has a weight that is not finite: choose an earlier checkpoint"
+    ):
+        prune_model(model, METHODS[name], {found: HALF}, batches())
+
+
 def test_the_model_is_left_without_hooks():
     model = model_of(GPT2, True)
     prune_model(model, METHODS["wanda"], {"blocks.1.mlp.up.weight": HALF}, batches(1))

@@ -15,6 +15,7 @@ from mst_scale.config.blocks import ModelConfig
 from mst_scale.errors import UserError
 from mst_scale.models.gpt import GPT
 from mst_scale.sparse_linear import SparseLayers, crossovers, dispatch
+from mst_scale.sparse_linear.layers import remove_products
 from mst_scale.sparse_linear.replaced import Replaced
 
 
@@ -249,3 +250,20 @@ def test_a_layer_with_a_forward_of_its_own_is_rejected():
     model[0].forward = nn.Linear(8, 8).forward
     with pytest.raises(UserError, match="forward of its own"):
         sparse(model, ["0.weight"])
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+def test_the_products_of_a_copied_model_can_be_removed_and_replaced_again(copied):
+    torch.manual_seed(0)
+    shape = ModelConfig(n_layer=1, n_head=2, n_embd=16, seq_length=8, vocab_size=40, vocab_multiple=8, tied_head=True)
+    for model, names in (
+        (GPT(shape), ["wte.weight", "blocks.0.attention.qkv.weight"]),
+        (nn.Sequential(nn.Linear(8, 4)), ["0.weight"]),
+    ):
+        sparse(model, names)
+        x = torch.randint(40, (2, 8)) if isinstance(model, GPT) else torch.randn(2, 8)
+        again = copied(model)
+        remove_products(again)
+        assert torch.allclose(again(x), model(x), atol=1e-6)
+        assert all(product.index is not None for product in sparse(again, names).products.values())
+        assert torch.equal(again(x), model(x))

@@ -91,3 +91,9 @@ def test_q_k_and_v_are_handed_on_where_every_head_has_as_many(heads):
     qkv = NarrowIndex(torch.cat([of_scores, of_scores, of_values])[:, None].expand(12, 4))
     assert not chain(qkv, NarrowIndex(uneven.expand(4, 4)), 3, heads), "another layer's"
     assert not chain(qkv, None) and not qkv.chained_out
+
+
+def test_queries_and_keys_with_different_channels_are_not_handed_on():
+    queries, keys, values = (torch.tensor(kept).bool() for kept in ([1, 0, 0, 1], [0, 1, 1, 0], [1, 0, 0, 1]))
+    qkv = NarrowIndex(torch.cat([queries, keys, values])[:, None].expand(12, 4))
+    assert not chain(qkv, NarrowIndex(values.expand(4, 4)), 3, 2)
