@@ -25,6 +25,7 @@ import contextlib
 import json
 import os
 import shutil
+import signal
 import statistics
 import subprocess
 import sys
@@ -175,6 +176,7 @@ def network(gbits: float) -> Iterator[list[str]]:
     """Create two network namespaces that a link of this speed joins; yield their names, and remove them at the end."""
     names = [f"mst-bench-{os.getpid()}-{i}" for i in (0, 1)]
     ends = [f"{INTERFACE}{i}" for i in (0, 1)]
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # which removes them
     try:
         for name in names:
             _ip("netns", "add", name)
@@ -191,6 +193,7 @@ def network(gbits: float) -> Iterator[list[str]]:
     finally:
         for name in names:
             subprocess.run(["ip", "netns", "delete", name], check=False, capture_output=True)
+        signal.signal(signal.SIGTERM, before)
 
 
 def _ip(*words: str) -> None:

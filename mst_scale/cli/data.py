@@ -28,7 +28,8 @@ TOKENIZER is `byte` (256 bytes and an end-of-text token), `gpt2` or another enco
 can use any of these ([MASK] is then the last id of the model), or word pieces: `bert-base-uncased`, `bert-base-cased`
 or the path of a vocab.txt. Masks are drawn during training, so the corpus is the same for GPT and BERT.
 
-If the command is killed, run it again to complete the corpus. A complete corpus is used as it is.
+If the command is killed, run it again to complete the corpus. A complete corpus is used as it is; if the names or sizes
+of the source's files have changed, this is an error. Changed text of equal size is not noticed: --force builds again.
 
 examples:
   mst data                                              # corpora/stdlib-byte, in seconds

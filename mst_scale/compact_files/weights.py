@@ -96,9 +96,8 @@ def open_weights(path: Path, config: Path | None = None, *, causal: bool = True)
     elif exported:
         found = _of_gpt2(path)
     elif (other := find_transformers(path, config)) is not None:
-        raise UserError(
-            f"{path} holds a model of transformers ({other[1]}): write it as a folder with mst export {path} OUT first"
-        )
+        _check_gpt2(path, json.loads(other[1].read_text()))
+        raise UserError(f"{path} holds a GPT-2 of transformers: write it as a folder with mst export {path} OUT first")
     else:
         found = _of_source(path, open_source(path, config, causal=causal))
     if causal and not found.config.causal:
@@ -135,13 +134,17 @@ def _of_compact(path: Path) -> ModelWeights:
     )  # fmt: skip
 
 
+def _check_gpt2(path: Path, config: dict[str, Any]) -> None:
+    if config["model_type"] != "gpt2":
+        raise UserError(
+            f"{path} is a {config['model_type']} of transformers, and this command computes GPTs of mst_scale and "
+            "GPT-2: use generate() of transformers"
+        )
+
+
 def _of_gpt2(path: Path) -> ModelWeights:
     raw = json.loads((path / "config.json").read_text())
-    if raw["model_type"] != "gpt2":
-        raise UserError(
-            f"{path} is a {raw['model_type']} of transformers, and this command computes GPTs of mst_scale and GPT-2: "
-            "use generate() of transformers"
-        )
+    _check_gpt2(path, raw)
     keys = {key: value for key, value in start_from.model_keys(path).items() if value is not None}
     about = raw.get("mst_scale", {})
     config = ModelConfig(**{"vocab_multiple": 1, **keys})

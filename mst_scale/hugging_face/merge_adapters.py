@@ -92,5 +92,8 @@ def _zeros_of(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def _given(masks: Mapping[str, torch.Tensor] | str | Path) -> dict[str, torch.Tensor]:
-    named = masks.items() if isinstance(masks, Mapping) else OpenMasks(Path(masks))
-    return {base_name(name): mask != 0 for name, mask in named}
+    named = dict(masks.items() if isinstance(masks, Mapping) else OpenMasks(Path(masks)))
+    for name, mask in named.items():
+        if not isinstance(mask, torch.Tensor):
+            raise UserError(f"merge_adapters: the mask of {name!r} is not a tensor but of type {type(mask).__name__}")
+    return {base_name(name): mask != 0 for name, mask in named.items()}

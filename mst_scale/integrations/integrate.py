@@ -135,9 +135,11 @@ def integrate(mst: dict[str, Any] | None = None, steps: int | None = None) -> No
             raise SharedMistake("integrate() was called before, with other arguments: call it once")
         logger.warning("integrate() was called twice with the same arguments: one call is enough")
         return
+    integration = Integration(mst, steps)
+    _print_usage_errors_in_one_line(integration)
     if mst is not None and not isinstance(mst, dict):
         raise SharedMistake(f'integrate(mst=…) is the mst block, such as {{"method": "mst"}}, not {mst!r}')
-    _installed = integration = Integration(mst, steps)
+    _installed = integration
     order = inspect.signature(integration.plain)
 
     @functools.wraps(integration.plain)
@@ -150,7 +152,6 @@ def integrate(mst: dict[str, Any] | None = None, steps: int | None = None) -> No
     when_imported("accelerate.accelerator", _return_weights)
     when_imported("transformers.trainer", lambda module: _install_trainer(module, integration))
     atexit.register(integration.warn_if_unused)
-    _print_usage_errors_in_one_line(integration)
 
 
 def _install_trainer(module: Any, integration: Integration) -> None:
@@ -193,7 +194,8 @@ def _with_length(config: dict[str, Any], model: Any, given: int | None, of_train
         return config
     training = dict(training)
     stated = training.pop("steps", None)
-    known = next((steps for steps in (given, of_trainer, _of_scheduler(config), _of_lightning(model)) if steps), None)
+    sources = (given, of_trainer or None, _of_scheduler(config) or None, _of_lightning(model))
+    known = next((steps for steps in sources if steps is not None), None)
     if stated not in (None, "auto"):
         if known is not None and known != stated:
             logger.warning(

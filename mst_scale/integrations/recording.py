@@ -12,6 +12,7 @@ engine's checkpoints, so that a resumed run reads like one that was never stoppe
 from __future__ import annotations
 
 import atexit
+import contextlib
 import math
 import socket
 import time
@@ -26,10 +27,12 @@ import torch.distributed as dist
 
 from mst_scale import zero_shards
 from mst_scale.comm import logger
+from mst_scale.comm.exchange import Exchange
+from mst_scale.comm.parser import validate_new_folder
 from mst_scale.config import Experiment, to_dict
 from mst_scale.engine.api import READ
 from mst_scale.engine.types import MST, Engine
-from mst_scale.errors import UserError
+from mst_scale.errors import UserError, format_value
 from mst_scale.flops import any_model
 from mst_scale.flops.formulas import newton_schulz_flops
 from mst_scale.hybrid_sparse_attention.pattern import Pattern
@@ -52,10 +55,10 @@ def record(engine: Engine, out: str | Path, *, every: int = 10, tensorboard: boo
         tensorboard: Whether to write the same numbers for TensorBoard.
 
     Raises:
-        UserError: if `every` is below 1, or the engine cannot be recorded.
+        UserError: if `every` is not an integer from 1, `out` cannot be a folder, or the engine cannot be recorded.
     """
-    if every < 1:
-        raise UserError(f"record(every={every}): every must be at least 1")
+    if not isinstance(every, int) or every < 1:
+        raise UserError(f"record(every={every!r}): every must be an integer, at least 1")
     return Recording(engine, Path(out), every=every, tensorboard=tensorboard, shows=True)
 
 
@@ -75,6 +78,8 @@ class Recording:
         self.steps: int = self.mst.schedule.total_steps
         self.group = zero_shards.groups_of(engine).replicas
         self.first = engine.global_rank == 0
+        everyone = Exchange(dist.group.WORLD)
+        everyone.agree(lambda: validate_new_folder("record(): the folder", out) if self.first else None)
         parts = int(engine.sequence_parallel_size)
         self.ledger = any_model.ModelLedger(engine.module, self._optimizer_flops(), parts)
         self.before = dict.fromkeys(self.ledger.spent, 0.0)  # by all ranks, in starts before this one
@@ -89,6 +94,7 @@ class Recording:
         self.last: tuple[torch.Tensor | None, float] = (None, 0.0)
         self.norm: float | None = None
         self.ended = 0.0
+        self.counted: set[str] = set()  # names of a row's values that a loop cannot log
         self.newest: Row | None = None  # row, which logged values join …
         self.paced: Row = {}  # … with its pace
         self.waits = False  # the latest row is not written yet
@@ -213,16 +219,9 @@ class Recording:
         if self.record.window < self.step:  # otherwise it is a second row of this step
             self.paced = self.record.pace(self.step, int(spent["tokens"]), until)
             self.record.restart(self.step, self.paced["tokens"], until)
-        row = {
-            "step": self.step,
-            "loss": mean,
-            "lr": rate,
-            "grad_norm": self.norm,
-            **state_of(self.mst),
-            **any_model.row(spent),
-            **self.paced,
-            **known,
-        }
+        counted = {"step": self.step, **state_of(self.mst), **any_model.row(spent), **self.paced}
+        self.counted = set(counted)
+        row = {"step": self.step, "loss": mean, "lr": rate, "grad_norm": self.norm, **counted, **known}
         self.newest, self.waits = row, True
         return row
 
@@ -233,8 +232,10 @@ class Recording:
             **values: numbers by the names that the columns in metrics.jsonl will have.
 
         Raises:
-            UserError: if no step has been taken, or a checkpoint has been loaded since.
+            UserError: if no step has been taken, a checkpoint has been loaded since, a value is not a number, or the
+                recording itself counts a value of this name.
         """
+        numbers = {name: _number(name, value) for name, value in values.items()}
         if self.record is None:
             raise UserError("log() adds values to the last step, but no step has been taken")
         if self.mst.step != self.step:
@@ -249,7 +250,9 @@ class Recording:
             self.record.rewind(self.step - 1, self.record.window_tokens)
             self.record.restart(self.step, self.record.window_tokens)
             self.waits = True
-        row |= values
+        if taken := [name for name in values if name in self.counted]:
+            raise UserError(f"log({taken[0]}=…): the recording counts {taken[0]} itself; choose another name")
+        row |= numbers
         if not self.ledger.inputs:  # the time since the step was the loop's own, such as an evaluation
             self.record.restart(self.step, self.record.window_tokens)
         if self.closed:
@@ -398,3 +401,13 @@ class _TensorBoard:
         for name, value, samples in events:
             self.writer.add_scalar(name, value, samples)
         self.writer.flush()
+
+
+def _number(name: str, value: Any) -> float | None:
+    """Return a logged value as JSON can hold it; it may be a tensor or a number of numpy."""
+    if value is None or isinstance(value, int | float):
+        return value
+    with contextlib.suppress(TypeError, ValueError, RuntimeError):
+        if not isinstance(value, str):
+            return float(value)
+    raise UserError(f"log({name}=…) takes a number, not {format_value(value)}")

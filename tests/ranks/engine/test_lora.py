@@ -373,6 +373,8 @@ def test_masks_of_embeddings_with_trained_tokens_are_known_by_their_plain_names(
 
 
 def test_what_cannot_be_merged_is_named():
+    with pytest.raises(UserError, match=r"the mask of 'a' is not a tensor but of type list"):
+        mst_scale.merge_adapters(wrapped(), {"a": [True]})
     with pytest.raises(UserError, match="peft"):
         mst_scale.merge_adapters(pruned())
     with pytest.raises(UserError, match="do not change weights"):

@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
@@ -45,7 +46,8 @@ def recorded(rank, world, folder, method, stage):
         engine.step()
         losses.append(float(loss.detach()))
         if step == 3:
-            recording.log(val_loss=1.5)
+            recording.log(val_loss=torch.tensor(1.5))
+            recording.log(accuracy=np.float32(0.25))
     recording.close()
     return losses, happened, engine.mst.step
 
@@ -59,7 +61,7 @@ def test_a_custom_loop(tmp_path, method, stage):
         mean = sum(losses[one["step"] - 1] for losses, *_ in found) / 2
         assert one["loss"] == pytest.approx(mean, rel=1e-6) and one["tokens"] == 16 * one["step"]
         assert (one["flops"] < one["flops_dense"]) == (method == "rigl")
-    assert written[1]["val_loss"] == 1.5 and "val_loss" not in written[0]
+    assert (written[1]["val_loss"], written[1]["accuracy"]) == (1.5, 0.25) and "val_loss" not in written[0]
     story = json.loads((tmp_path / "run.json").read_text())
     assert story["config"]["mst"]["method"] == method and story["starts"][0]["model"]["class"] == "Toy"
     assert list((tmp_path / "tensorboard").glob("events*"))
@@ -249,11 +251,20 @@ def rejected(rank, world, folder):
         config={"train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}},
     )[0]
     engine, *_ = mst_scale.initialize(model=toy(), config=mst_config(1, world))
-    recording = mst_scale.record(engine, folder)
+    (Path(folder) / "file").touch()
+    other, *_ = mst_scale.initialize(model=toy(), config=mst_config(1, world))
+    recording, taken = mst_scale.record(engine, folder), mst_scale.record(other, f"{folder}/other")
+    other.backward(other(*toy_batch(0, rank)))
+    other.step()
     for call in (
         lambda: mst_scale.record(plain, folder),
         lambda: mst_scale.record(engine, folder, every=0),
-        lambda: recording.note(val_loss=1.0),
+        lambda: mst_scale.record(engine, folder, every="2"),
+        lambda: mst_scale.record(engine, f"{folder}/file"),
+        lambda: recording.log(val_loss=1.0),
+        lambda: taken.log(step=300),
+        lambda: taken.log(val_loss="1.5"),
+        lambda: taken.log(val_loss=torch.ones(2)),
     ):
         try:
             call()
@@ -264,8 +275,12 @@ def rejected(rank, world, folder):
 
 def test_wrong_use_is_one_line(tmp_path):
     (found,) = pool.run(rejected, 1, str(tmp_path))
-    for text, expected in zip(found, (".mst", "every", "no step has been taken"), strict=True):
-        assert expected in text
+    expected = (
+        ".mst", "every=0", "every='2'", "file' is not a folder", "no step has been taken",
+        "the recording counts step itself", "takes a number, not '1.5'", "takes a number, not tensor([1., 1.])",
+    )  # fmt: skip
+    for text, words in zip(found, expected, strict=True):
+        assert words in text
 
 
 def test_convolutions_are_left_out():

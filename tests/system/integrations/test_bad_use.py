@@ -60,6 +60,8 @@ def rejections(rank, world, folder):
         found["mst of a wrong kind"] = said(lambda: deepspeed.initialize(model=toy(), config={**SPARSE, "mst": "rigl"}))
         number = {**SPARSE, "training": 100}
         found["training of a wrong kind"] = said(lambda: deepspeed.initialize(model=toy(), config=number))
+    with opened(steps=0):
+        found["no steps"] = said(lambda: deepspeed.initialize(model=toy(), config=no_length))
     with opened():
         args = TrainingArguments("/tmp/none", report_to="none", use_cpu=True)
         found["no DeepSpeed"] = said(lambda: Trainer(model(), args, train_dataset=Words()).train())
@@ -83,6 +85,7 @@ EXPECTED = {
     "two schedules": "two schedules of the learning rate",
     "no length": "training.steps is missing",
     "mst of a wrong kind": "mst must be an object",
+    "no steps": "training.steps must be an integer from 1",
     "training of a wrong kind": "training must be an object",
     "nothing complete": "no checkpoint in",
     "incomplete": "checkpoint-9 is not complete",
@@ -197,8 +200,8 @@ def test_ranks_that_accelerate_does_not_see_are_rejected(tmp_path, world):
         assert "2 ranks were started and Accelerate counts 1" in words
 
 
-def script(body, **more):
-    program = "import mst_scale, deepspeed, torch\nmst_scale.integrate()\n" + textwrap.dedent(body)
+def script(body, call="mst_scale.integrate()", **more):
+    program = f"import mst_scale, deepspeed, torch\n{call}\n" + textwrap.dedent(body)
     return subprocess.run(
         [sys.executable, "-c", program], env=tiny_run.environment(**more), capture_output=True, text=True, timeout=200,
         check=False,
@@ -232,5 +235,7 @@ def test_a_mistake_in_a_script_is_one_line_and_an_unused_integration_is_warned_o
         assert done.returncode == 2 and "Traceback" not in done.stderr
         (line,) = (line for line in done.stderr.splitlines() if "mst.sparsity" in line)
         assert line.startswith("mst_scale: ") and done.stderr.count("mst_scale: ") == 1
+    done = script("", call="mst_scale.integrate(mst='rigl')")
+    assert done.returncode == 2 and "Traceback" not in done.stderr and "is the mst block" in done.stderr
     done = script("print('nothing')")
     assert done.returncode == 0 and "integrate() was called, but no engine" in done.stderr

@@ -10,6 +10,7 @@ from safetensors.torch import load_file, save_file
 
 import mst_scale
 from mst_scale import cli
+from mst_scale.compact_files import weights
 from mst_scale.compact_files.export import export_compact
 from mst_scale.compact_files.layout import open_compact
 from mst_scale.compact_files.weights import open_weights
@@ -60,6 +61,15 @@ def test_a_folder_of_transformers_is_a_source(tmp_path: Path):
     file, name = open_compact(tmp_path / "out"), "blocks.1.attention.qkv.weight"
     assert torch.equal(file.read(name), dict(model.named_parameters())[name])
     assert file.about["tokenizer"] == "byte"
+
+
+@pytest.mark.parametrize(("kind", "advice"), [("gpt2", "mst export"), ("llama", r"use generate\(\) of transformers")])
+def test_only_a_gpt2_of_a_trainer_is_to_be_exported_first(tmp_path: Path, monkeypatch, kind: str, advice: str):
+    found = tmp_path / "model.json"
+    found.write_text(json.dumps({"model_type": kind}))
+    monkeypatch.setattr(weights, "find_transformers", lambda path, config: (path, found))
+    with pytest.raises(UserError, match=advice):
+        open_weights(tmp_path)
 
 
 def test_an_export_that_was_trained_further_has_the_biases_that_it_has_learned(tmp_path: Path):
