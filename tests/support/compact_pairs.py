@@ -6,6 +6,7 @@ import math
 from typing import Any
 
 import torch
+from deepspeed.utils import safe_get_full_fp32_param
 
 import mst_scale
 from mst_scale import zero_shards
@@ -48,8 +49,25 @@ def course_of(engine: Any, rank: int, world: int, steps: int, accumulation: int 
     for k in range(steps):
         losses = train(engine, rank, world, 1, accumulation=accumulation, first=k)
         norm = zero_shards.grad_norm(engine)
-        found.append({**whole_state(engine), "losses": losses, "norm": norm, "moved": engine.mst.changed_at})
+        found.append(
+            {
+                **whole_state(engine),
+                **never_sparse(engine),
+                "losses": losses,
+                "norm": norm,
+                "moved": engine.mst.changed_at,
+            }
+        )
     return found
+
+
+def never_sparse(engine: Any) -> dict[str, torch.Tensor]:
+    """The weights of the parameters that have no mask, such as norms and biases; call it on all ranks."""
+    masked = set(engine.mst.masks.names)
+    found = {
+        name: (p, safe_get_full_fp32_param(p)) for name, p in engine.module.named_parameters() if name not in masked
+    }
+    return {name: (p.detach() if whole is None else whole).float().clone() for name, (p, whole) in found.items()}
 
 
 def differences(one: list[dict[str, Any]], other: list[dict[str, Any]], tolerance: float = 0.0) -> list[str]:
@@ -60,8 +78,9 @@ def differences(one: list[dict[str, Any]], other: list[dict[str, Any]], toleranc
         assert mine.keys() == theirs.keys()
         for key, value in mine.items():
             if torch.is_tensor(value):
+                assert value.shape == theirs[key].shape, key
                 far = float((value - theirs[key]).abs().max()) if value.numel() else 0.0
-                if far > tolerance:
+                if not far <= tolerance:  # or NaN
                     faults.append(f"step {k + 1}: {key} differs by {far:.3g}")
             elif key == "norm":  # sums of float64 in another order; what clipping makes of it in float32 is compared
                 if not math.isclose(value, theirs[key], rel_tol=max(1e-12, tolerance)):

@@ -70,10 +70,11 @@ def test_an_unused_layer_has_a_gradient_of_zero_at_every_stage(accumulation, mor
         torch.testing.assert_close(found[2], values, rtol=1e-5, atol=1e-6)
 
 
-def with_a_batch_left_out(rank, world, stage, compact, owner):
+def with_a_batch_left_out(rank, world, stage, compact, left):
+    owner, weight = left
     engine, *_ = mst_scale.initialize(model=toy(), config=rigl(stage, world, compact, accumulation=2))
     train(engine, rank, world, 2, accumulation=2)
-    engine.backward(50 * engine(*toy_batch(77, rank)))
+    engine.backward(weight * engine(*toy_batch(77, rank)))
     engine.step()
     for each in (engine, engine.optimizer) if owner == "engine" else (engine.module,):
         each.zero_grad()
@@ -85,11 +86,14 @@ def with_a_batch_left_out(rank, world, stage, compact, owner):
 
 @pytest.mark.parametrize(("stage", "owner"), [*((stage, "engine") for stage in STAGES), (0, "module")])
 def test_a_batch_that_is_left_out_does_not_grow_weights(stage, owner):
+    """At stage 2, DeepSpeed keeps its gradient, which then trains and grows weights."""
     (masks, values), (expected, of_dense) = (
-        pool.run(with_a_batch_left_out, 1, stage, compact, owner)[0] for compact in ("auto", "off")
+        pool.run(with_a_batch_left_out, 1, stage, compact, (owner, 50))[0] for compact in ("auto", "off")
     )
     assert masks == expected
     torch.testing.assert_close(values, of_dense, rtol=1e-6, atol=0)
+    never, plain = pool.run(with_a_batch_left_out, 1, stage, "off", (owner, 0))[0]
+    assert (expected == never) == torch.equal(of_dense, plain) == (stage != 2)
 
 
 def with_batches_left_out(rank, world, config, left_out):

@@ -141,10 +141,12 @@ def drops(rank, world, argv):
         saving.Saves.drop_copies = inner
 
 
-def test_copies_in_memory_stay_where_there_is_no_rollback(tmp_path):
+def test_a_rollback_removes_the_copies_in_memory_and_nothing_else_does(tmp_path):
     argv = [*rolling(tmp_path, "out"), "--set", "training.save_every=0"]
     assert pool.run(drops, 2, argv) == [(0, 1)] * 2, "at the last save"
     assert [e["what"] for e in story(tmp_path)["events"] if e["what"] != "revived dead units"] == ["spike"]
+    shutil.rmtree(tmp_path / "out")
+    assert pool.run(drops, 2, rolling(tmp_path, "out")) == [(0, 2)] * 2, "in the rollback, too"
 
 
 def test_without_a_checkpoint_there_is_no_rollback(tmp_path):

@@ -257,7 +257,7 @@ def kept_and_sent(rank, world, stage, kind):
         for value in state.values()
         if torch.is_tensor(value)
     )
-    live = sum(p.numel() for p in engine.module.parameters())
+    live = sum(getattr(p, "ds_numel", p.numel()) for p in engine.module.parameters())
     return {"masters": sum(p.numel() for p in held), "states": bytes_of, "sent": sent, "parameters": live}
 
 
@@ -265,7 +265,8 @@ def kept_and_sent(rank, world, stage, kind):
 def test_memory_and_traffic_follow_the_density(stage):
     compact, dense = (pool.run(kept_and_sent, 2, stage, kind)[0] for kind in ("auto", "off"))
     for what, most in compact.items():
-        assert most <= 0.05 * dense[what] + 4096, (what, most, dense[what])  # 4 % of the weights, and small messages
+        # 4 % of the weights, padded to multiples of 64 for each matrix
+        assert 0.04 * dense[what] <= most <= 0.045 * dense[what], (what, most, dense[what])
 
 
 @pytest.mark.parametrize(

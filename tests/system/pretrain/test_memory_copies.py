@@ -14,6 +14,7 @@ import pytest
 from mst_scale.checkpoints import finding, memory_copies
 from mst_scale.run_logging.run_file import DIVERGED
 from tests.support import forked, pool, tiny_run
+from tests.support.toy_engine import OFFLOAD
 from tests.support.whole_runs import COMPACT, MST, arguments, assert_same_run, attempt, logged_attempt
 from tests.system.pretrain.test_verification import FLIPPED_AT, flipped
 
@@ -49,6 +50,15 @@ def undisturbed(tmp_path_factory):
         return made / "out"
 
     return run
+
+
+def test_where_saves_block_there_are_no_copies(tmp_path, folder):
+    training = {"memory_every": 1, "save_every": 8}
+    argv = arguments(
+        tmp_path, training=training, mst=MST, zero_optimization={"stage": 1, **OFFLOAD["zero_optimization"]}
+    )
+    (code, said), _ = pool.run(logged_attempt, 2, argv)
+    assert code == 0 and said.count("training.memory_every has no effect") == 1 and not folder.parent.exists()
 
 
 def record_of(out: Path) -> dict:

@@ -200,6 +200,19 @@ def test_a_neighbor_that_is_gone_or_silent_costs_a_bounded_time_and_is_left_alon
         Link().send(silent, part, None)
 
 
+def test_a_neighbor_that_did_not_answer_is_tried_again(host, there, monkeypatch):
+    monkeypatch.setattr(neighbors, "REST_SECONDS", 0.5)
+    neighbor, folder = there
+    part, link = keep(host, 2), Link()
+    with socket.create_server(("127.0.0.1", 0)) as closed:
+        gone = Neighbor("gone", *closed.getsockname(), KEY)
+    with pytest.raises(OSError, match="gone"):
+        link.send(gone, part, None)
+    assert not link.send(neighbor, part, None)
+    time.sleep(0.6)
+    assert link.send(neighbor, part, None) and memory_copies.list_parts(folder) == [(Copy(2, 0, "T", "a", 2), 0)]
+
+
 def test_who_does_not_know_the_key_is_not_served(host, there):
     neighbor, folder = there
     with pytest.raises(OSError, match="there"):

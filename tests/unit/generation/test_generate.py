@@ -99,9 +99,29 @@ def test_a_character_of_several_bytes_is_given_out_whole():
     assert decoded.rest() == "\ufffd"
 
 
-def test_the_text_ends_when_the_context_is_full(run: Path):
-    done = mst_scale.generate(run, "x" * 48, tokens=30, temperature=0)
-    assert (done.tokens, done.finish) == (1, "context") or done.finish == "end of text"
+def drawing(monkeypatch, *tokens: int) -> None:
+    """Let the model choose these tokens, one after the other."""
+    left = iter(tokens)
+    monkeypatch.setattr(Sampling, "choose", lambda *_: torch.tensor([next(left)]))
+
+
+def test_the_text_ends_when_the_context_is_full(run: Path, monkeypatch):
+    drawing(monkeypatch, 97, 98)
+    done = mst_scale.generate(run, "x" * 48, tokens=30)
+    assert (done.text, done.tokens, done.finish) == ("a", 1, "context")
+
+
+def test_the_text_ends_at_an_end_of_text(run: Path, monkeypatch):
+    drawing(monkeypatch, 97, 98, 256, 99)
+    pieces: list[str] = []
+    done = mst_scale.generate(run, PROMPT, tokens=4, stream=pieces.append)
+    assert (done.text, done.tokens, done.finish) == ("ab", 2, "end of text") and "".join(pieces) == "ab"
+
+
+def test_the_text_has_as_many_tokens_as_requested(run: Path, monkeypatch):
+    drawing(monkeypatch, 97, 98, 99)
+    done = mst_scale.generate(run, PROMPT, tokens=2)
+    assert (done.text, done.tokens, done.finish) == ("ab", 2, "length")
 
 
 # Sampling -----------------------------------------------------------------------------------------------------------
