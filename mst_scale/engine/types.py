@@ -35,7 +35,7 @@ class MST(Protocol):
         """Fraction of inactive weights among the target parameters."""
 
     def densities(self) -> dict[str, float]:
-        """Return the fraction of active weights for each parameter name."""
+        """Return the fraction of active weights (in blocks: of active blocks) for each parameter name."""
 
     def gradient_densities(self) -> dict[str, float] | None:
         """Return the densities of the products that compute weight gradients, or None if they equal `densities()`."""
