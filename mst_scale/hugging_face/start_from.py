@@ -112,8 +112,11 @@ def model_keys(folder: Path) -> dict[str, Any]:
 
 def _has_biases(folder: Path) -> bool:
     """Return whether a bias is not 0: an exported model without biases may have been trained further."""
-    for path in folder.glob("*.safetensors"):
-        with contextlib.suppress(SafetensorError), safe_open(path, framework="pt") as file:  # `read` reports damage
+    for path in _weight_files(folder):
+        with (
+            contextlib.suppress(SafetensorError, FileNotFoundError),
+            safe_open(path, framework="pt") as file,
+        ):  # `read` reports damage
             biases = [name for name in file.keys() if name.endswith(".bias") and not name.endswith(MASK_BUFFERS)]  # noqa: SIM118  (no dict)
             if any(bool(file.get_tensor(name).any()) for name in biases):
                 return True
@@ -177,15 +180,26 @@ def _check_shapes(found: dict[str, torch.Tensor], config: ModelConfig, folder: P
             raise UserError(f"{folder}: {name} has shape {theirs}, but according to its config.json {shape}")
 
 
+def _weight_files(folder: Path) -> list[Path]:
+    """Return the files that save_pretrained has written, without others such as masks."""
+    single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
+    if single.is_file():
+        return [single]
+    if not index.is_file():
+        raise UserError(f"{folder} has no model.safetensors: save the model with transformers' save_pretrained")
+    try:
+        names = set(json.loads(index.read_text())["weight_map"].values())
+    except (ValueError, LookupError, TypeError, AttributeError) as error:
+        raise Damaged(f"{index} is damaged ({error})") from None
+    return [folder / name for name in sorted(names)]
+
+
 def _of_gpt2(folder: Path, config: ModelConfig) -> dict[str, torch.Tensor]:
-    files = sorted(folder.glob("*.safetensors"))
-    if not files:
-        raise UserError(f"{folder} has no *.safetensors: save the model with transformers' save_pretrained")
     state: dict[str, torch.Tensor] = {}
-    for path in files:
+    for path in _weight_files(folder):
         try:
             state.update(load_file(path))
-        except SafetensorError as error:
+        except (SafetensorError, FileNotFoundError) as error:
             raise Damaged(f"{path} is damaged or truncated ({error})") from None
     try:
         return from_hugging_face(state, config)

@@ -43,6 +43,7 @@ from mst_scale.run_logging.run_file import RunFile
 
 STATE = "mst_record"  # its name in a checkpoint's client_state
 DENSE = Pattern("dense")
+_latest: weakref.WeakValueDictionary[Path, Recording] = weakref.WeakValueDictionary()  # of each folder
 
 
 def record(engine: Engine, out: str | Path, *, every: int = 10, tensorboard: bool = True) -> Recording:
@@ -107,6 +108,10 @@ class Recording:
         zero_shards.on_zero_grad(engine, partial(_leave_out, weakref.ref(self)))
         zero_shards.carry_state(engine, STATE, self._saved, self._loaded)
         self.mst.on_step(self._after_step)
+        place = out.absolute()
+        if (earlier := _latest.get(place)) is not None:
+            earlier.close()  # at the end of the program, it would write over this one's files
+        _latest[place] = self
         atexit.register(_close, weakref.ref(self))  # weak references, so that the engine can be freed
 
     # --- the engine's steps ---

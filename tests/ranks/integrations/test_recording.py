@@ -344,6 +344,27 @@ def test_recorded_runs_of_two_models_are_two_groups(tmp_path):
     assert len(groups) == 2 and len({str(model_of(group.first)) for group in groups}) == 2
 
 
+def started_again(rank, world, folder):
+    """A notebook's cell that was interrupted, and run once more; the first recording ends with the program."""
+    first, *_ = mst_scale.initialize(model=toy(), config=mst_config(1, world))
+    abandoned = mst_scale.record(first, folder, every=2)
+    again, *_ = mst_scale.initialize(model=toy(), config=mst_config(1, world))
+    for engine, steps in ((first, 4), (again, 12)):
+        recording = abandoned if engine is first else mst_scale.record(again, folder, every=2)
+        for step in range(steps):
+            engine.backward(engine(*toy_batch(step, rank)))
+            engine.step()
+    recording.close()
+    abandoned.close()
+
+
+def test_an_abandoned_recording_leaves_the_files_of_the_next_one_alone(tmp_path):
+    pool.run(started_again, 1, str(tmp_path))
+    assert [row["step"] for row in rows(tmp_path)] == [2, 4, 6, 8, 10, 12]
+    starts = json.loads((tmp_path / "run.json").read_text())["starts"]
+    assert starts[-1]["last_step"] == 12
+
+
 def logs_after_saving(rank, world, folder):
     """Save a checkpoint, log the loss of a validation of that step, and continue from the checkpoint."""
     for first in (True, False):

@@ -151,3 +151,11 @@ def test_a_compact_file_has_the_logits_of_the_run(tmp_path: Path):
             assert torch.equal(found.logits(tokens), model.logits(tokens))
         assert (text.name, found.context, found.step, found.folder) == ("byte", 48, 1, tmp_path / "out")
         assert found.parameters == model.parameters
+
+
+def test_a_file_of_masks_beside_a_model_is_not_read_as_weights(tmp_path: Path):
+    text_run(tmp_path / "run")
+    export(tmp_path / "run", tmp_path / "hugging")
+    before = open_weights(tmp_path / "hugging").read("blocks.0.mlp.up.weight")
+    assert cli.main(["masks", str(tmp_path / "hugging"), str(tmp_path / "hugging" / "pruned.safetensors")]) == 0
+    assert torch.equal(open_weights(tmp_path / "hugging").read("blocks.0.mlp.up.weight"), before)
