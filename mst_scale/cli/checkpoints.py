@@ -114,6 +114,7 @@ def _write_masks(args: argparse.Namespace) -> int:
 
     if args.out.exists():
         raise UserError(f"{args.out} already exists: remove it, or choose another file")
+    validate_new_folder("OUT", args.out.parent)
     if args.out.suffix in (".npz", ".npy", ".pt", ".pth", ".bin"):
         raise UserError(f"mst masks writes a safetensors file: name OUT {args.out.with_suffix('.safetensors')}")
     weights = kept = 0

@@ -98,8 +98,10 @@ def run(args: argparse.Namespace) -> int:
 
 def _verify(args: argparse.Namespace) -> int:
     from mst_scale.data.corpus import verify
+    from mst_scale.data.recipe import Recipe
 
-    if args.source or args.out or args.force or args.workers:
+    stated = [one.name for one in fields(Recipe) if one.name != "source" and getattr(args, one.name) != one.default]
+    if args.source or args.out or args.force or args.workers or stated:
         raise UserError("--verify takes a corpus folder and nothing else: mst data --verify DIR")
     folder = Path(args.verify)
     meta = verify(folder)

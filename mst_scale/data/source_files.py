@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import glob
 import hashlib
 import importlib.util
@@ -93,12 +94,12 @@ def local_files(recipe: Recipe) -> list[File] | None:
 
 def _package_files(name: str) -> list[File]:
     """Return the sources of an installed package, which is not imported; they are the same on every machine."""
-    found = importlib.util.find_spec(name) if name.isidentifier() else None
+    found = None
+    with contextlib.suppress(ValueError):  # __main__ has no spec
+        found = importlib.util.find_spec(name) if name.isidentifier() else None
     if found is None or not found.submodule_search_locations:
-        raise UserError(
-            f"source 'package:{name}': no package of that name is installed here; name one that `import` knows, or "
-            "text files"
-        )
+        problem = "no package of that name is installed here" if found is None else "it is a single module"
+        raise UserError(f"source 'package:{name}': {problem}; name a package that `import` knows, or text files")
     return _code_files(Path(next(iter(found.submodule_search_locations))), f"package {name}")
 
 

@@ -108,7 +108,7 @@ def _complete(resume: Any, out: Path) -> Any:
         return resume if newest is None else newest
     if isinstance(resume, str | os.PathLike) and Path(resume).is_dir() and not _has_weights(Path(resume)):
         instead = "start without resume_from_checkpoint" if newest is None else f"resume from {newest}"
-        raise SharedMistake(f"{resume} is not complete, because a save was interrupted: {instead}")
+        raise SharedMistake(f"{resume} {_describe_missing(Path(resume))}: {instead}")
     return resume
 
 
@@ -119,7 +119,7 @@ def _newest_complete(out: Path) -> str | None:
         for _, folder in sorted(finding.numbered(out, "checkpoint-"), reverse=True):
             if _is_complete(folder):
                 return str(folder)
-            logger.error("%s is not complete, because a save was interrupted: trying the previous checkpoint", folder)
+            logger.error("%s %s: trying the previous checkpoint", folder, _describe_missing(folder))
         return None
 
     if not dist.is_initialized():
@@ -136,6 +136,13 @@ def _is_complete(folder: Path) -> bool:
     except (OSError, ValueError):
         return False
     return _has_weights(folder)
+
+
+def _describe_missing(folder: Path) -> str:
+    """Say why a run cannot continue from a folder. Trainer writes its state after DeepSpeed's checkpoint."""
+    if (folder / "trainer_state.json").is_file() and not [*folder.glob("latest"), *folder.glob("global_step*")]:
+        return "has the model alone, without optimizer states (save_only_model)"
+    return "is not complete, because a save was interrupted"
 
 
 def _has_weights(folder: Path) -> bool:

@@ -72,6 +72,8 @@ def rejections(rank, world, folder):
         trainer = Trainer(model("gpt2"), args, train_dataset=Words())
         found["nothing complete"] = said(lambda: trainer.train(resume_from_checkpoint=True))
         found["incomplete"] = said(lambda: trainer.train(resume_from_checkpoint=f"{folder}/{rank}/checkpoint-9"))
+        Path(f"{folder}/{rank}/checkpoint-9/trainer_state.json").write_text("{}")  # as with save_only_model
+        found["the model alone"] = said(lambda: trainer.train(resume_from_checkpoint=f"{folder}/{rank}/checkpoint-9"))
     return found
 
 
@@ -89,6 +91,7 @@ EXPECTED = {
     "training of a wrong kind": "training must be an object",
     "nothing complete": "no checkpoint in",
     "incomplete": "checkpoint-9 is not complete",
+    "the model alone": "checkpoint-9 has the model alone, without optimizer states (save_only_model)",
     "no DeepSpeed": "runs without DeepSpeed",
 }
 

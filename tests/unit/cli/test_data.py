@@ -98,6 +98,9 @@ def test_verify_distinguishes_complete_from_damaged(source: str, capsys: pytest.
         (["stdlib", "--out", "loop"], "choose another folder"),
         (["stdlib", "--out", "x" * 300], "File name too long; choose another folder"),
         (["books.jsonl", "--verify", "nowhere"], "--verify takes a corpus folder and nothing else"),
+        (["--verify", "nowhere", "--tokenizer", "gpt2"], "--verify takes a corpus folder and nothing else"),
+        (["package:os"], "it is a single module; name a package"),
+        (["package:__main__"], "no package of that name is installed here; name a package"),
     ],
 )
 def test_wrong_use_is_one_line_and_code_2(

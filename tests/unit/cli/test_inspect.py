@@ -47,6 +47,9 @@ def test_a_dense_checkpoint(tmp_path, capsys):
     assert not (tmp_path / "m.safetensors").exists()
     assert main(["masks", str(folder), str(tmp_path / "m.npz")]) == 2
     assert f"name OUT {tmp_path / 'm.safetensors'}" in capsys.readouterr().err
+    (tmp_path / "file").touch()
+    assert main(["masks", str(folder), str(tmp_path / "file" / "m.safetensors")]) == 2
+    assert "file' is not a folder; choose another path" in capsys.readouterr().err
 
 
 def test_bad_input_is_one_line_and_damage_is_not_a_usage_error(tmp_path, capsys):
