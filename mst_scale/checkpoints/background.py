@@ -62,6 +62,16 @@ def _failures(outcomes: list[str | None]) -> list[tuple[int, str]]:
     return [(rank, error) for rank, error in enumerate(outcomes) if error not in (None, _BUSY)]
 
 
+def _start_writer(arguments: list[str], descriptors: list[int], variables: dict[str, str]) -> subprocess.Popen[bytes]:
+    """Start `checkpoints.writer`; it inherits the given file descriptors, and these variables besides its parent's."""
+    package = str(Path(mst_scale.__file__).parents[1])
+    path = os.pathsep.join(filter(None, [package, os.environ.get("PYTHONPATH")]))
+    return subprocess.Popen(
+        [sys.executable, "-m", "mst_scale.checkpoints.writer", *arguments],
+        stdin=subprocess.DEVNULL, pass_fds=descriptors, env={**os.environ, "PYTHONPATH": path, **variables},
+    )  # fmt: skip
+
+
 @dataclass
 class KeptCopies:
     """The copies in memory of this start of a run, as one rank sees them."""
@@ -295,7 +305,6 @@ class BackgroundSaves:
 
     def _start_process(self) -> None:
         assert self.snapshot is not None
-        package = str(Path(mst_scale.__file__).parents[1])
         ours, theirs = multiprocessing.Pipe()
         memory = self.snapshot.fd
         ring = None if self.copies is None else self.copies.ring
@@ -303,22 +312,11 @@ class BackgroundSaves:
         # the process ignores these signals, and inherits that they are held back until it does
         held = signal.pthread_sigmask(signal.SIG_BLOCK, IGNORED)
         try:
-            self.process = subprocess.Popen(
-                [
-                    sys.executable, "-m", "mst_scale.checkpoints.writer",
-                    str(os.getpid()), str(theirs.fileno()), str(memory),
-                ],
-                stdin=subprocess.DEVNULL,
-                pass_fds=[theirs.fileno(), memory, *([] if port is None else [port])],
-                env={
-                    **os.environ,
-                    "PYTHONPATH": os.pathsep.join(filter(None, [package, os.environ.get("PYTHONPATH")])),
-                    "RANK": str(self.ranks.rank),
-                    "OMP_NUM_THREADS": "1",
-                    "CUDA_VISIBLE_DEVICES": "",
-                    "DS_ACCELERATOR": "cpu",
-                },
-            )  # fmt: skip
+            descriptors = [theirs.fileno(), memory, *([] if port is None else [port])]
+            self.process = _start_writer([str(os.getpid()), str(theirs.fileno()), str(memory)], descriptors, {
+                "RANK": str(self.ranks.rank), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "",
+                "DS_ACCELERATOR": "cpu",
+            })  # fmt: skip
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, held)
             theirs.close()

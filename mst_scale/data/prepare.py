@@ -240,8 +240,8 @@ def _meta(recipe: Recipe, tokenizer: Tokenizer, source: dict[str, Any], files: l
     for name, file in zip(SPLITS, files, strict=True):
         if not file.n_bytes:
             raise UserError(
-                f"{' '.join(recipe.paths)!r} has too few documents: with val_fraction {recipe.held_out} none is left "
-                f"for {name}; give more text, or another val_fraction"
+                f"{' '.join(recipe.paths)!r}: with val_fraction {recipe.held_out}, no document with text falls to "
+                f"{name}; give more text, or another val_fraction"
             )
         state = file.sync()
         splits[name] = {"file": f"{name}.bin", "tokens": state.pop("bytes") // dtype.itemsize} | state

@@ -230,20 +230,18 @@ def test_a_copy_for_which_there_is_no_memory_fails_on_all_ranks_alike(tmp_path):
 
 def without_process(saves, folder):
     """On rank 1 no process can be started for the first save."""
-    import subprocess
-
     from mst_scale.checkpoints import background
 
     def fails(*args, **named):
         raise OSError(11, "Resource temporarily unavailable")
 
-    start = subprocess.Popen
+    start = background._start_writer
     if saves.ranks.rank == 1:
-        background.subprocess.Popen = fails
+        background._start_writer = fails
     try:
         save(saves, folder, 1)
     finally:
-        background.subprocess.Popen = start
+        background._start_writer = start
     found = saves.finish()
     save(saves, folder, 2)
     return found, saves.finish()
