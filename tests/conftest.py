@@ -6,6 +6,7 @@ No launcher's variables, one thread, no ignored signals, no processes of a test 
 from __future__ import annotations
 
 import contextlib
+import gc
 import logging
 import os
 import signal
@@ -38,6 +39,7 @@ for number in SIGNALS:
     if signal.getsignal(number) is signal.SIG_IGN:
         signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
 BEGAN = time.time()
+gc.disable()  # until all tests are collected, which imports everything
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -98,6 +100,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     kept |= {item for group in tests.values() for item in quick_cases(group)}
     config.hook.pytest_deselected(items=[item for item in items if item not in kept])
     items[:] = [item for item in items if item in kept]
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture(autouse=True)

@@ -13,10 +13,13 @@ Options and config are read before torch and DeepSpeed are imported, so --help a
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import signal
+import sys
 import threading
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 
 from mst_scale import comm
@@ -71,8 +74,7 @@ def _main(argv: list[str] | None, watch: Watch) -> None:
     comm.timeout()  # rejects an invalid value, with which DeepSpeed's import would fail
     starting = Starting()
     starting.begins("torch and DeepSpeed")
-    from mst_scale.pretrain.engines import train
-
+    train = _import_train()
     if args.elastic:
         elastic.take_part(experiment)
     ranks = comm.init()
@@ -89,6 +91,22 @@ def _main(argv: list[str] | None, watch: Watch) -> None:
         train(args, experiment, out, ranks, starting)
     finally:
         lock.release()
+
+
+def _import_train() -> Callable[..., None]:
+    """Import torch, DeepSpeed and the training loop without garbage collections, which would take a fifth of the time.
+
+    Later collections do not traverse what is imported here.
+    """
+    first = "torch" not in sys.modules
+    if first:
+        gc.disable()
+    from mst_scale.pretrain.engines import train
+
+    if first:
+        gc.freeze()
+        gc.enable()
+    return train
 
 
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:

@@ -17,7 +17,7 @@ from typing import Any
 from tests.support import tiny_run
 
 context = mp.get_context("forkserver")
-context.set_forkserver_preload(["tests.support.preloaded"])
+context.set_forkserver_preload(["tests.support.uncollected", "tests.support.preloaded"])
 _started: list[mp.process.BaseProcess] = []  # and not yet ended
 
 

@@ -28,3 +28,4 @@ background._start_writer = ForkedWriter  # type: ignore[assignment]
 # pydantic builds a block's validators when they are first used
 describe_unread({"train_batch_size": 1, "training": {"steps": 100}, "model": {}})
 gc.freeze()  # DeepSpeed collects garbage each time ZeRO-3 starts, and would traverse all of these modules
+gc.enable()

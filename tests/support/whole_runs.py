@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 
 from mst_scale import comm
+from mst_scale.config import compact
 from mst_scale.pretrain import start
 from tests.support import tiny_run
 from tests.support.messages import logged
@@ -73,6 +74,21 @@ def logged_attempt(rank: int, world: int, argv: list[str]) -> tuple[int, str]:
     with logged(logging.NOTSET) as said:
         code, text = attempt(rank, world, argv)
     return code, "\n".join([text, *said])
+
+
+def short_stretches() -> None:
+    """From now on, a sparse phase of ten steps is long enough for compact storage in this process."""
+    compact.LEAST_STEPS = 10
+
+
+def compact_attempt(rank: int, world: int, argv: list[str]) -> tuple[int, str]:
+    """`logged_attempt` with `short_stretches`."""
+    least = compact.LEAST_STEPS
+    short_stretches()
+    try:
+        return logged_attempt(rank, world, argv)
+    finally:
+        compact.LEAST_STEPS = least
 
 
 def arguments(folder: Path, out: str = "out", *more: str, **blocks) -> list[str]:
