@@ -101,6 +101,8 @@ def _import_train() -> Callable[..., None]:
     first = "torch" not in sys.modules
     if first:
         gc.disable()
+    import torch._dynamo  # noqa: F401  (the first optimizer would import it)
+
     from mst_scale.pretrain.engines import train
 
     if first:
