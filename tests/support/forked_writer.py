@@ -13,6 +13,26 @@ import subprocess
 import sys
 import time
 import traceback
+from collections.abc import Callable
+from typing import Any
+
+
+def install() -> None:
+    """From now on, ranks of this process and of those that it forks have writers that are forked.
+
+    Where the system has no memory for a copy of the process, a new one is started.
+    """
+    from mst_scale.checkpoints import background
+
+    started: Callable[..., Any] = background._start_writer
+
+    def start(arguments: list[str], descriptors: list[int], variables: dict[str, str]) -> Any:
+        try:
+            return ForkedWriter(arguments, descriptors, variables)
+        except OSError:
+            return started(arguments, descriptors, variables)
+
+    background._start_writer = start
 
 
 class ForkedWriter:

@@ -14,17 +14,16 @@ import torch._dynamo  # noqa: F401  (the first step of an optimizer of torch imp
 from deepspeed.accelerator import get_accelerator
 from transformers import BertForMaskedLM, GPT2LMHeadModel, LlamaForCausalLM, Trainer  # noqa: F401
 
-from mst_scale.checkpoints import background, reshape  # noqa: F401
+from mst_scale.checkpoints import reshape  # noqa: F401
 from mst_scale.config.unread import describe_unread
 from mst_scale.pretrain import engines  # noqa: F401
-from tests.support import tiny_run  # noqa: F401
-from tests.support.forked_writer import ForkedWriter
+from tests.support import forked_writer, tiny_run  # noqa: F401
 from tests.support.quick import is_quick
 
 deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # as `mst_scale.comm` leaves it out of training
 for name in ["FusedAdamBuilder", *([] if is_quick() else ["CPUAdamBuilder"])]:
     get_accelerator().create_op_builder(name).load()
-background._start_writer = ForkedWriter  # type: ignore[assignment]
+forked_writer.install()
 # pydantic builds a block's validators when they are first used
 describe_unread({"train_batch_size": 1, "training": {"steps": 100}, "model": {}})
 gc.freeze()  # DeepSpeed collects garbage each time ZeRO-3 starts, and would traverse all of these modules
