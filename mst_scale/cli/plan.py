@@ -79,6 +79,11 @@ def run(args: argparse.Namespace) -> int:
     from mst_scale.plan.gpus import machine
 
     experiment = load(args.config, args.set, args.method)
+    if args.tokens is not None and experiment.mst.method == "dense-short":
+        raise UserError(
+            "--tokens has no meaning with method dense-short, whose length follows from the FLOPs of the run "
+            "that it matches: omit it, and set training.steps or mst.like"
+        )
     gpus, nodes = _gpus_and_nodes(args)
     experiment = shortened(experiment, sizes_of(experiment.deepspeed).data(gpus))
     check(experiment)

@@ -94,9 +94,9 @@ def open_weights(path: Path, config: Path | None = None, *, causal: bool = True)
     elif not path.exists():
         raise UserError(f"there is no {path}: name a run, a checkpoint, or what mst export has written")
     elif exported:
-        found = _of_gpt2(path)
+        found = _of_gpt2(path, causal=causal)
     elif (other := find_transformers(path, config)) is not None:
-        _check_gpt2(path, json.loads(other[1].read_text()))
+        _check_gpt2(path, json.loads(other[1].read_text()), causal=causal)
         raise UserError(f"{path} holds a GPT-2 of transformers: write it as a folder with mst export {path} OUT first")
     else:
         found = _of_source(path, open_source(path, config, causal=causal))
@@ -134,7 +134,13 @@ def _of_compact(path: Path) -> ModelWeights:
     )  # fmt: skip
 
 
-def _check_gpt2(path: Path, config: dict[str, Any]) -> None:
+def _check_gpt2(path: Path, config: dict[str, Any], *, causal: bool) -> None:
+    if config["model_type"] == "bert" and not causal:
+        raise UserError(
+            f"{path} is a BERT of transformers: a compact file of a BERT is written from its run or checkpoint"
+        )
+    if config["model_type"] == "bert":
+        raise UserError(f"{path} is a BERT: it fills in masked tokens, and predicts no next token")
     if config["model_type"] != "gpt2":
         raise UserError(
             f"{path} is a {config['model_type']} of transformers, and this command computes GPTs of mst_scale and "
@@ -142,11 +148,11 @@ def _check_gpt2(path: Path, config: dict[str, Any]) -> None:
         )
 
 
-def _of_gpt2(path: Path) -> ModelWeights:
+def _of_gpt2(path: Path, *, causal: bool) -> ModelWeights:
     raw = json.loads((path / "config.json").read_text())
-    _check_gpt2(path, raw)
+    _check_gpt2(path, raw, causal=causal)
     keys = {key: value for key, value in start_from.model_keys(path).items() if value is not None}
-    about = raw.get("mst_scale", {})
+    about = raw.get("mst_scale") or {}
     config = ModelConfig(**{"vocab_multiple": 1, **keys})
     state = start_from.read(path, config)
     return ModelWeights(

@@ -150,6 +150,8 @@ class DataConfig:
     text_key: str = Field(default="text", description="Column or JSON key that holds the text.")
     val_fraction: StrictFloat | None = Field(
         default=None,
+        ge=1e-6,
+        lt=1,
         description="Fraction of the documents held out for validation. `null`: 0.0005 for openwebtext, 0.02 for "
         "`stdlib` and packages, 0.01 for other sources.",
     )
@@ -208,13 +210,14 @@ class BaselineConfig:
         "optimizer.",
     )
     val_loss: StrictFloat = Field(default=0.0, description="Validation loss of the recorded run.")
-    spread: StrictFloat = Field(default=0.0, description="Half the range of the recorded run's loss over seeds.")
+    spread: StrictFloat = Field(default=0.0, ge=0, description="Half the range of the recorded run's loss over seeds.")
     corpus: str | None = Field(
         default=None,
         description="Corpus of the recorded run; runs on another one are not compared. `null`: any corpus.",
     )
     eval_sequences: StrictInt | None = Field(
         default=None,
+        ge=1,
         le=10 * MILLION,
         description="Number of validation sequences of the recorded loss. `null`: any number.",
     )

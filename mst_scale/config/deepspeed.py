@@ -22,7 +22,9 @@ Open = Literal["auto"] | None
 Average = Annotated[StrictFloat, Field(ge=0, le=0.999999)]  # closer to 1, it would stay near its initial value, 0
 Share = Annotated[StrictFloat, Field(ge=0, le=1)]
 Positive = Annotated[StrictFloat, Field(gt=0)]
-Elements = Annotated[StrictFloat, Field(ge=0, le=1e18)]  # of tensors, which DeepSpeed's buffers and thresholds count
+Elements = Annotated[
+    StrictFloat, Field(ge=0, le=1e18, multiple_of=1)
+]  # of tensors, which DeepSpeed's buffers and thresholds count
 _MAX_SCALE = 2**32  # of a loss in fp16, where gradients overflow above 65504
 
 
@@ -74,16 +76,16 @@ class FP16:
     loss_scale: Annotated[StrictFloat, ZeroOr(1e-3, _MAX_SCALE, "dynamic")] | Open = Field(
         default=None, description="Fixed loss scale; 0 is dynamic."
     )
-    initial_scale_power: Annotated[StrictFloat, Field(ge=0, le=32)] | Open = Field(
+    initial_scale_power: Annotated[StrictFloat, Field(ge=0, le=32, multiple_of=1)] | Open = Field(
         default=None, description="Logarithm to base 2 of the initial dynamic scale."
     )
     min_loss_scale: Annotated[StrictFloat, Field(ge=0, le=_MAX_SCALE)] | Open = Field(
         default=None, description="Least dynamic loss scale."
     )
-    loss_scale_window: Annotated[StrictFloat, Field(ge=1, le=MILLION)] | Open = Field(
+    loss_scale_window: Annotated[StrictFloat, Field(ge=1, le=MILLION, multiple_of=1)] | Open = Field(
         default=None, description="Steps without overflow before the scale doubles."
     )
-    hysteresis: Annotated[StrictFloat, Field(ge=0, le=MILLION)] | Open = Field(
+    hysteresis: Annotated[StrictFloat, Field(ge=0, le=MILLION, multiple_of=1)] | Open = Field(
         default=None, description="Overflows before the scale is halved."
     )
 
@@ -111,7 +113,7 @@ class ZeroOptimization:
     )  # see stage_of
     offload_optimizer: Offload | Open = Field(default=None, description="Offload of the optimizer's states.")
     offload_param: Offload | Open = Field(default=None, description="Offload of parameters, at stage 3.")
-    reduce_bucket_size: Annotated[StrictFloat, Field(ge=1, le=1e18)] | Open = Field(
+    reduce_bucket_size: Annotated[StrictFloat, Field(ge=1, le=1e18, multiple_of=1)] | Open = Field(
         default=None, description="Elements of gradients that are reduced at a time."
     )
     allgather_bucket_size: Elements | Open = Field(default=None, description="Elements that are gathered at a time.")
@@ -171,6 +173,21 @@ class DeepSpeedKeys:
     fp16: FP16 = Field(default_factory=FP16, description="Training in fp16.")
     bf16: BF16 = Field(default_factory=BF16, description="Training in bf16.")
     data_types: DataTypes = Field(default_factory=DataTypes, description="Types of what is stored between steps.")
+
+
+def without_nulls(deepspeed: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the config without the keys of its blocks that are null, which DeepSpeed rejects for most of them."""
+
+    def kept(block: Any) -> Any:
+        return (
+            {key: kept(value) for key, value in block.items() if value is not None}
+            if isinstance(block, dict)
+            else block
+        )
+
+    return {
+        key: kept(value) if key in ("fp16", "bf16", "zero_optimization") else value for key, value in deepspeed.items()
+    }
 
 
 def precision_of(deepspeed: Mapping[str, Any]) -> str:

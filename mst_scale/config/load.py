@@ -21,7 +21,7 @@ from typing import Any
 
 from mst_scale.comm.parser import validate_printable
 from mst_scale.config.blocks import DataConfig, Experiment, ModelConfig, TrainingConfig
-from mst_scale.config.deepspeed import DeepSpeedKeys
+from mst_scale.config.deepspeed import DeepSpeedKeys, without_nulls
 from mst_scale.config.method import MSTConfig
 from mst_scale.config.presets import MODELS, RECIPES, config_file, describe_missing
 from mst_scale.config.renamed import current_key, current_value, with_current_names
@@ -265,6 +265,7 @@ def resolve(raw: dict[str, Any], where: str = "config") -> Experiment:
     never_prints = deepspeed.get("steps_per_print") == math.inf
     keys = {key: value for key, value in deepspeed.items() if not (key == "steps_per_print" and never_prints)}
     parse(DeepSpeedKeys, keys, "", where)
+    deepspeed = without_nulls(deepspeed)
     ours_at_top = [*BLOCKS, "recipe"]
     for key in deepspeed:
         if key in known_keys():

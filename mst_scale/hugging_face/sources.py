@@ -75,7 +75,7 @@ class Source:
 
     @property
     def pattern(self) -> Pattern:
-        """The attention pattern with which this checkpoint was trained."""
+        """The attention pattern with which the run evaluated this checkpoint: that of its next step."""
         if self.step is None or self.experiment.mst.method is None:
             return Pattern("dense")
         return self.experiment.attention_schedule.pattern_at(self.step).within(self.experiment.model.seq_length)
@@ -240,7 +240,7 @@ class TransformersSource:
 
     @property
     def pattern(self) -> Pattern:
-        """The attention pattern with which this checkpoint was trained."""
+        """The attention pattern with which the run evaluated this checkpoint: that of its next step."""
         found = Pattern("dense")
         if self._about:
             found = Pattern(**self._about.get("attention", {}))

@@ -105,7 +105,7 @@ def model_keys(folder: Path) -> dict[str, Any]:
         "d_ff": raw.get("n_inner"),
         "seq_length": raw.get("n_positions", raw.get("n_ctx")),
         "vocab_size": raw["vocab_size"],
-        "bias": raw.get("mst_scale", {}).get("bias", True) or _has_biases(folder),
+        "bias": (raw.get("mst_scale") or {}).get("bias", True) or _has_biases(folder),
         "tied_head": raw.get("tie_word_embeddings", True),
     }
 

@@ -95,8 +95,8 @@ def _number(name: str, value: str) -> int:
     """Return the value of an option that takes a number."""
     if name in COUNTS and re.fullmatch("-[0-9]+|0+", value):
         raise UserError(f"{name} must be at least 1, not {value}")
-    if not (value.isascii() and value.isdigit()):
-        raise UserError(f"{name} must be a number, not '{value}'")
+    if not re.fullmatch("[0-9]{1,9}", value):
+        raise UserError(f"{name} must be a number of at most nine digits, not '{value[:50]}'")
     if name in PORTS and not 1 <= int(value) <= 65535:
         raise UserError(f"{name} must be a port from 1 to 65535, not {value}")
     return int(value)

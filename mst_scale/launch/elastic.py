@@ -57,7 +57,9 @@ def allowed(text: str, experiment: Experiment, ranks_per_node: int | None = None
     least, most = _range(text)
     check_elastic(experiment.deepspeed)
     each = ranks_per_node or 1
-    numbers = tuple(n for n in range(least, most + 1) if can_train(n * each, experiment.deepspeed))
+    # each rank, or group of ranks that share the model, has at least one sequence
+    possible = batch_of(experiment.deepspeed) * sizes_of(experiment.deepspeed).model // each
+    numbers = tuple(n for n in range(least, min(most, possible) + 1) if can_train(n * each, experiment.deepspeed))
     what = "ranks" if ranks_per_node is None else "nodes"
     if not numbers:
         sizes = sizes_of(experiment.deepspeed)

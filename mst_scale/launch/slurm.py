@@ -238,7 +238,7 @@ def shares_of(text: str, config: str, arguments: Sequence[str]) -> list[Share]:
     """
     nodes = _nodes(text)
     experiment = read_run(config, arguments)[0]
-    if experiment.mst.sparsity.is_limited and "train_batch_size" not in experiment.deepspeed:
+    if experiment.mst.sparsity.is_limited and experiment.deepspeed.get("train_batch_size") in (None, "auto"):
         raise UserError(
             "--nodes-by-phase needs train_batch_size in CONFIG: phases whose length is given in tokens "
             "(mst.sparsity.sparse_tokens) end at other steps with other batches"
@@ -261,7 +261,7 @@ def _nodes(text: str) -> dict[str, int]:
     found: dict[str, int] = {}
     for part in text.split(","):
         name, _, number = part.partition("=")
-        if name not in PHASES or not (number.isascii() and number.isdigit() and int(number) > 0) or name in found:
+        if name not in PHASES or not re.fullmatch("0*[1-9][0-9]{0,8}", number) or name in found:
             raise UserError(
                 f"--nodes-by-phase {text}: write each phase once with its number of nodes, such as "
                 "warmup=4,ultra=1,restore=4,dense=4"

@@ -83,6 +83,8 @@ class Supervisor:
         again = seconds_in("MST_ASK_AGAIN", 10)
         worst = self._start(commands, {**os.environ, **(variables or {})}, own_session, ignored)
         heard, asked, ask_at = self.stopping, False, None
+        if worst and patience is not None:  # one could not be started
+            ask_at = time.monotonic() + patience
         while self._children:
             now = time.monotonic()
             if leave is not None and leave():

@@ -196,7 +196,10 @@ def plan_branch(experiment: Experiment, origin: str, out: Path) -> Experiment:
         raise UserError(f"{BRANCH} cannot be used with a learning rate that restarts: leave training.restart out")
     if (own := saved_config(out)) is not None:
         before = resolve(own, str(out / "config.json")).training
-        return _with_decay(experiment, before.warmup, before.decay)
+        begin, last = before.steps - in_steps(before.decay, before.steps), experiment.training.steps
+        if last <= begin:
+            raise UserError(f"{BRANCH} {origin}: {out} decays from step {begin:,} on: give more steps than {last:,}")
+        return _with_decay(experiment, before.warmup, last - begin)
     checkpoint = _find_branch_checkpoint(origin)
     manifest = manifests.head(checkpoint)
     if manifest is None:
@@ -246,8 +249,18 @@ def find_branch_source(origin: str | None, experiment: Experiment, ranks: Ranks)
                 "found different ones: start again, or name one as RUN:TAG"
             )
 
+    def check_files() -> None:
+        try:
+            manifests.check_undamaged(checkpoint, ranks)
+        except OSError as error:
+            others = [tag for tag in finding.list_tags(checkpoint.parent) if tag != checkpoint.name]
+            there = f"name another one as RUN:TAG (it has {', '.join(others) or 'none'})"
+            if checkpoint.is_dir():
+                raise UserError(f"{BRANCH} {origin}: {error}; {there}") from None
+            raise UserError(f"{BRANCH} {origin}: the trunk has removed {checkpoint.name} meanwhile: {there}") from None
+
     ranks.agree(check_plan)
-    ranks.agree(lambda: manifests.check_undamaged(checkpoint, ranks))
+    ranks.agree(check_files)
     batch, stated = (manifests.head(checkpoint) or {}).get("batch"), experiment.deepspeed.get("train_batch_size")
     if stated not in (None, "auto", batch):
         message = f"{BRANCH} {origin}: the trunk has train_batch_size = {batch}: set it to that, not to {stated}"

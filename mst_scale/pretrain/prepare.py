@@ -198,6 +198,14 @@ def _choose_source(
     own = resume.choose_checkpoint(out, resume_from, ranks)
     ranks.on_first(lambda: resume.validate_same_model(out, experiment))
     own = extending.find_extension_start(own, out, experiment, resume_from, ranks)
+    last = experiment.training.steps
+    if own is not None and finding.step_of(own) > last:
+        ranks.fail(
+            UserError(
+                f"{out} is at step {finding.step_of(own):,} already, and training.steps is {last:,}: give at least as "
+                "many steps, or --resume TAG with an earlier checkpoint"
+            )
+        )
     return own or extending.find_branch_source(branch_from, experiment, ranks)
 
 

@@ -114,7 +114,11 @@ def initial_replicas(out: Path, ranks: Ranks, sizes: ParallelDims) -> int:
     def read() -> int:
         starts = run_file.read(out / "run.json").get("starts") if finding.list_tags(out / "checkpoints") else None
         now = sizes.data(ranks.world_size)
-        return int(starts[0].get("replicas", starts[0].get("ranks", now))) if starts else now
+        if not starts:
+            return now
+        # a start before it may have failed without a checkpoint, on another number of ranks
+        first = next((start for start in reversed(starts) if not start.get("from_step")), starts[0])
+        return int(first.get("replicas", first.get("ranks", now)))
 
     return ranks.on_first(read)
 

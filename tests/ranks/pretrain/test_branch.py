@@ -138,3 +138,26 @@ def test_attention_and_the_next_step_must_be_the_same_too(tmp_path, mst, tag, fr
     words = ["--branch-decay-from", f"{tmp_path / 'trunk'}:step{tag:08}", "--steps", "20"]
     code, text = run(tmp_path, "out", *words, mst=mst)
     assert code == 2 and f"from step {from_step} on" in text, text
+
+
+@pytest.mark.full
+def test_a_branch_that_is_given_another_length_decays_to_its_new_end(tmp_path):
+    assert run(tmp_path, "trunk", "--stop-at", "6") == (0, "")
+    command = ["--branch-decay-from", str(tmp_path / "trunk"), "--steps"]
+    assert run(tmp_path, "branch", *command, "10", "--stop-at", "6") == (0, "")
+    assert run(tmp_path, "branch", *command, "14") == (0, "")
+    assert run(tmp_path, "whole", *command, "14") == (0, "")
+    whole, branch = (without_times(tiny_run.rows(tmp_path / out)) for out in ("whole", "branch"))
+    assert [row["step"] for row in whole] == list(range(7, 15)) and branch == whole
+    code, reported = run(tmp_path, "branch", *command, "6")
+    assert code == 2 and "decays from step 6 on: give more steps than 6" in reported
+
+
+@pytest.mark.full
+def test_a_damaged_checkpoint_of_the_trunk_is_named_with_the_others(tmp_path):
+    assert run(tmp_path, "trunk", "--stop-at", "8") == (0, "")
+    newest = tmp_path / "trunk" / "checkpoints" / "step00000008"
+    file = next(path for path in newest.rglob("*.pt"))
+    file.write_bytes(file.read_bytes()[:-1])
+    code, reported = run(tmp_path, "branch", "--branch-decay-from", str(tmp_path / "trunk"), "--steps", "14")
+    assert code == 2 and "is damaged" in reported and "RUN:TAG (it has step00000004)" in reported

@@ -137,3 +137,11 @@ def test_a_run_says_once_what_it_is_expected_to_gain(tmp_path):
     assert first[1].count("plain dense training for train-cost, plain dense training for inference-cost") == 1
     dense = pool.run(logged_attempt, 1, arguments(tmp_path, "dense", **{**blocks, "mst": {"method": "dense"}}))
     assert dense[0][0] == 0 and "expected FLOP" not in dense[0][1]
+
+
+def test_fewer_steps_than_a_run_has_taken_are_rejected(tmp_path):
+    assert run(tmp_path, "out", "--stop-at", "8")[:2] == (0, "")
+    before = (tmp_path / "out" / "run.json").read_bytes()
+    code, reported, _ = run(tmp_path, "out", "--steps", "7")
+    assert code == 2 and "is at step 8 already, and training.steps is 7" in reported and len(reported.splitlines()) == 1
+    assert (tmp_path / "out" / "run.json").read_bytes() == before

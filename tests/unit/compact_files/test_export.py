@@ -96,6 +96,20 @@ def test_the_tokenizer_of_a_folder_comes_along(tmp_path: Path):
     assert len(texts) == 1
 
 
+def test_a_folder_of_another_kind_or_without_our_entry(tmp_path: Path):
+    text_run(tmp_path / "run")
+    export(tmp_path / "run", tmp_path / "hugging")
+    file = tmp_path / "hugging" / "config.json"
+    config = json.loads(file.read_text())
+    file.write_text(json.dumps({**config, "mst_scale": None}))
+    assert open_weights(tmp_path / "hugging").method is None
+    file.write_text(json.dumps({**config, "model_type": "bert"}))
+    with pytest.raises(UserError, match="is a BERT: it fills in masked tokens"):
+        open_weights(tmp_path / "hugging")
+    with pytest.raises(UserError, match="a compact file of a BERT is written from its run or checkpoint"):
+        export_compact(tmp_path / "hugging", tmp_path / "out")
+
+
 def test_a_name_that_differs_is_damage(tmp_path: Path):
     text_run(tmp_path / "run")
     export_compact(tmp_path / "run", tmp_path / "out")

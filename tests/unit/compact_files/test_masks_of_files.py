@@ -53,7 +53,7 @@ def test_a_checkpoint_comes_before_the_zeros_of_weights_beside_it(tmp_path, monk
 def test_a_checkpoint_comes_before_the_weights_beside_it(tmp_path, monkeypatch):
     """The weights of a Trainer's folder may be older than its newest checkpoint."""
     (tmp_path / "config.json").write_text('{"model_type": "gpt2"}')
-    monkeypatch.setattr(weights, "_of_gpt2", lambda path: pytest.fail("reads the weights of the folder"))
+    monkeypatch.setattr(weights, "_of_gpt2", lambda path, **named: pytest.fail("reads the weights of the folder"))
     monkeypatch.setattr(weights, "find_transformers", lambda path, config: (path, path / "config.json"))
     (tmp_path / "checkpoint-4" / "global_step4" / "mst").mkdir(parents=True)
     (tmp_path / "checkpoint-4" / "latest").write_text("global_step4")

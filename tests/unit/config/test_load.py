@@ -341,3 +341,13 @@ def test_options_in_a_plain_dataclass_are_validated_and_can_be_sent_to_other_ran
     for wrong in ({"shares": 0.25}, {"share": "a"}, {"share": 2}):
         with pytest.raises(UserError, match=r"mst\.options\.share"):
             parse(Plain, wrong, "mst.options", "config")
+
+
+def test_keys_that_are_null_are_left_to_deepspeed():
+    """Of blocks whose keys DeepSpeed itself does not take as null."""
+    zero = {"stage": 2, "reduce_bucket_size": None, "offload_optimizer": {"device": None}, "offload_param": None}
+    found = load(
+        {**MINIMAL, "zero_optimization": zero, "bf16": {"enabled": None}, "fp16": {"loss_scale": None}}
+    ).deepspeed
+    assert found["zero_optimization"] == {"stage": 2, "offload_optimizer": {}}
+    assert found["bf16"] == found["fp16"] == {}

@@ -4,6 +4,7 @@ import base64
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 
@@ -14,6 +15,7 @@ from mst_scale import launch
 from mst_scale.config import load
 from mst_scale.config.deepspeed import batch_shape
 from mst_scale.errors import UserError
+from mst_scale.launch import supervisor
 from mst_scale.launch.elastic import RESIZED, Allowed, Places, allowed, keep_changing
 from mst_scale.launch.restarts import CORRUPTED
 from mst_scale.pretrain import elastic
@@ -43,6 +45,8 @@ def places(tmp_path):
         ("1:8", {"tensor_parallel": {"autotp_size": 2}}, None, (2, 4, 6, 8)),
         ("1:8", {"tensor_parallel": {"autotp_size": 2}, "train_batch_size": 3}, None, (2, 6)),
         ("1:6", {}, 2, (1, 2, 3, 6)),
+        ("1:999999999", {}, None, (1, 2, 3, 4, 6, 12)),
+        ("2:999999999", {"tensor_parallel": {"autotp_size": 2}}, 2, (2, 3, 4, 6, 12)),
         ("1:6", {}, 1, (1, 2, 3, 4, 6)),
     ],
 )
@@ -268,6 +272,17 @@ print(code, watched.asked_to_stop())
         capture_output=True, text=True, timeout=120, check=False,
     )  # fmt: skip
     assert child.stdout == "7 False\n", child.stderr
+
+
+def test_the_others_are_asked_to_end_when_one_cannot_be_started():
+    asked = []
+
+    def ask(pids, again):
+        asked.append(again)
+        supervisor.send(pids, signal.SIGTERM)
+
+    watched = supervisor.Supervisor(ask)
+    assert watched.run(["sleep", "60"], ["/there/is/none"], patience=0.1) == 127 and asked == [False]
 
 
 # --- what the launchers refuse ---

@@ -36,9 +36,23 @@ def test_a_step_that_grows_weights_belongs_to_the_job_with_more_nodes(config):
     assert found == [Share(("ultra",), 1, 699), Share(("dense",), 4, None)]
 
 
+@pytest.mark.parametrize("batch", ['"auto"', "null"])
+def test_phases_in_tokens_need_a_batch(config, batch):
+    words = [f"train_batch_size={batch}", 'mst.sparsity={"max": 0.9, "sparse_tokens": 0.5}']
+    with pytest.raises(UserError, match="needs train_batch_size"):
+        shares_of(PHASES, config, [word for key in words for word in ("--set", key)])
+
+
 @pytest.mark.parametrize(
     "text",
-    ["ultra=1", "warmup=4,ultra=0,restore=4,dense=4", f"{PHASES},sparse=2", "4", f"{PHASES},dense=2"],
+    [
+        "ultra=1",
+        "warmup=4,ultra=0,restore=4,dense=4",
+        f"warmup={'9' * 5000},ultra=1,restore=4,dense=4",
+        f"{PHASES},sparse=2",
+        "4",
+        f"{PHASES},dense=2",
+    ],
 )
 def test_mistakes_name_the_option(config, text):
     with pytest.raises(UserError, match="--nodes-by-phase"):

@@ -224,6 +224,11 @@ def test_a_dense_short_run_has_the_steps_that_pretrain_gives_it(tmp_path, capsys
     assert json.loads(capsys.readouterr().out)["steps"] == shortened(load(config), ranks=2).training.steps
 
 
+def test_tokens_are_rejected_for_a_run_whose_length_follows_from_flops(capsys):
+    words = ["plan", "--config", "demo", "--gpus", "1", "--method", "dense-short", "--tokens", "1B"]
+    assert main(words) == 2 and "--tokens has no meaning with method dense-short" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("number", ["0", "1000000000"])
 def test_a_number_of_gpus_that_cannot_be_meant_is_rejected(number, capsys):
     assert main(["plan", "--config", "demo", "--nodes", "1", "--gpus", number]) == 2
