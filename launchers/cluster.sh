@@ -20,7 +20,8 @@ export PYTORCH_CUDA_ALLOC_CONF="${PYTORCH_CUDA_ALLOC_CONF:-expandable_segments:T
 # Log only warnings. INFO shows which network is used: check it once on a new cluster.
 export NCCL_DEBUG="${NCCL_DEBUG:-WARN}"
 # Sockets for the rendezvous, and for data without InfiniBand: any interface but these. "=ib0" means exactly ib0.
-export NCCL_SOCKET_IFNAME="${NCCL_SOCKET_IFNAME:-^lo,docker,virbr,veth}"
+# On one machine NCCL chooses by itself: there may be no interface but lo.
+[ "${MST_LAUNCHER:-}" = local ] || export NCCL_SOCKET_IFNAME="${NCCL_SOCKET_IFNAME:-^lo,docker,virbr,veth}"
 # InfiniBand waits 4 µs · 2^22 = 17 s for an answer before it tries again: a busy switch must not end a run.
 export NCCL_IB_TIMEOUT="${NCCL_IB_TIMEOUT:-22}"
 # A collective that fails or times out ends its process instead of hanging (3: after cleaning up).

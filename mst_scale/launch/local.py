@@ -136,8 +136,8 @@ def _command(places: list[str], config: str, arguments: list[str], port: int | N
 
 def _set_environment(processes: int) -> None:
     use_cpu_without_gpus(processes)
-    load_cluster_settings()
     os.environ["MST_LAUNCHER"] = "local"
+    load_cluster_settings()
 
 
 def _start(supervisor: Supervisor, command: Callable[[], list[str]], leave: Callable[[], bool] | None = None) -> int:

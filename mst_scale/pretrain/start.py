@@ -169,10 +169,12 @@ def read_experiment(args: argparse.Namespace) -> Experiment:
         UserError: if the config or an option is wrong, or if options contradict each other.
     """
     overrides = _overrides(args)
-    experiment = load(args.deepspeed_config, overrides, args.method)
+    experiment = load_experiment(args)
     if changes := overridden_in_recipe(args.deepspeed_config, overrides, args.method):
         logger.info("%s", changes)
-    _check_options(args, experiment)
+    if args.health is not None:
+        validate_folder("--health", args.health.parent)
+    command_of(args.on_event)
     out, branches = output_folder(args, experiment), args.branch_decay_from is not None
     check_growth(experiment, branches or bool(finding.list_tags(out / "checkpoints")))
     if experiment.training.init is not None:
@@ -200,8 +202,13 @@ def read_experiment(args: argparse.Namespace) -> Experiment:
     return experiment
 
 
-def _check_options(args: argparse.Namespace, experiment: Experiment) -> None:
-    """Reject wrong values of options, and options that contradict the config."""
+def load_experiment(args: argparse.Namespace) -> Experiment:
+    """Return the experiment that the config and the options state, without a look at other files or at this machine.
+
+    Raises:
+        UserError: if the config or a value is wrong, or if options contradict the config.
+    """
+    experiment = load(args.deepspeed_config, _overrides(args), args.method)
     if args.branch_decay_from is not None and experiment.training.init is not None:
         raise UserError("--branch-decay-from already determines the initial weights: leave out --init")
     if args.steps is not None and experiment.mst.like is not None:
@@ -210,18 +217,7 @@ def _check_options(args: argparse.Namespace, experiment: Experiment) -> None:
         )
     if args.stop_at is not None and args.stop_at < 1:
         raise UserError(f"--stop-at {args.stop_at}: give the number of a step, from 1")
-    if args.health is not None:
-        validate_folder("--health", args.health.parent)
-    command_of(args.on_event)
-
-
-def load_experiment(args: argparse.Namespace) -> Experiment:
-    """Return the experiment that the config and the options state, without a look at other files or at this machine.
-
-    Raises:
-        UserError: if the config or a value is wrong.
-    """
-    return load(args.deepspeed_config, _overrides(args), args.method)
+    return experiment
 
 
 def _overrides(args: argparse.Namespace) -> list[str]:

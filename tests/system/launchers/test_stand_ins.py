@@ -310,3 +310,5 @@ def test_every_line_of_the_environment_can_be_overridden():
     ours = {line.split("=")[0] for line in exported()} - {"PATH", "PWD", "SHLVL", "_"}
     assert {"NCCL_SOCKET_IFNAME", "OMP_NUM_THREADS", "PYTORCH_CUDA_ALLOC_CONF", "NCCL_IB_TIMEOUT"} <= ours
     assert {f"{name}=mine" for name in ours} <= set(exported(**dict.fromkeys(ours, "mine")))
+    here = {line.split("=")[0] for line in exported(MST_LAUNCHER="local")}
+    assert ours - here == {"NCCL_SOCKET_IFNAME"}, "on one machine NCCL finds an interface, if only lo"

@@ -280,3 +280,11 @@ def test_a_dry_run_says_what_would_start(tmp_path, monkeypatch, capsys):
     said = capsys.readouterr()
     assert said.err == "2 processes on the CPU, 3,000 steps, corpus corpora/sympy-byte, output runs/demo-mst\n"
     assert said.out.count("\n") == 1 and not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("launcher", ["local", "slurm"])
+def test_options_of_the_ranks_are_checked_before_a_job_starts(monkeypatch, capsys, launcher):
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+    assert launch.main([launcher, "--dry-run", "demo", "--stop-at", "0"]) == 2
+    said = capsys.readouterr()
+    assert "--stop-at 0: give the number of a step" in said.err and not said.out
