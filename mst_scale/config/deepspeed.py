@@ -22,9 +22,8 @@ Open = Literal["auto"] | None
 Average = Annotated[StrictFloat, Field(ge=0, le=0.999999)]  # closer to 1, it would stay near its initial value, 0
 Share = Annotated[StrictFloat, Field(ge=0, le=1)]
 Positive = Annotated[StrictFloat, Field(gt=0)]
-Elements = Annotated[
-    StrictFloat, Field(ge=0, le=1e18, multiple_of=1)
-]  # of tensors, which DeepSpeed's buffers and thresholds count
+# elements of tensors, which DeepSpeed's buffers and thresholds count
+Elements = Annotated[StrictFloat, Field(ge=0, le=1e18, multiple_of=1)]
 _MAX_SCALE = 2**32  # of a loss in fp16, where gradients overflow above 65504
 
 
@@ -176,18 +175,15 @@ class DeepSpeedKeys:
 
 
 def without_nulls(deepspeed: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the config without the keys of its blocks that are null, which DeepSpeed rejects for most of them."""
+    """Return the config without null keys in `fp16`, `bf16` and `zero_optimization`: DeepSpeed rejects most of them."""
 
-    def kept(block: Any) -> Any:
-        return (
-            {key: kept(value) for key, value in block.items() if value is not None}
-            if isinstance(block, dict)
-            else block
-        )
+    def kept(value: Any) -> Any:
+        if not isinstance(value, dict):
+            return value
+        return {key: kept(inner) for key, inner in value.items() if inner is not None}
 
-    return {
-        key: kept(value) if key in ("fp16", "bf16", "zero_optimization") else value for key, value in deepspeed.items()
-    }
+    blocks = {key: kept(deepspeed[key]) for key in ("fp16", "bf16", "zero_optimization") if key in deepspeed}
+    return {**deepspeed, **blocks}
 
 
 def precision_of(deepspeed: Mapping[str, Any]) -> str:
