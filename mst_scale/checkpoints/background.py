@@ -63,7 +63,7 @@ def _failures(outcomes: list[str | None]) -> list[tuple[int, str]]:
 
 
 def _start_writer(arguments: list[str], descriptors: list[int], variables: dict[str, str]) -> subprocess.Popen[bytes]:
-    """Start `checkpoints.writer`; it inherits the given file descriptors, and these variables besides its parent's."""
+    """Start `checkpoints.writer`; it inherits these file descriptors, and gets these variables in addition to ours."""
     package = str(Path(mst_scale.__file__).parents[1])
     path = os.pathsep.join(filter(None, [package, os.environ.get("PYTHONPATH")]))
     return subprocess.Popen(

@@ -1,4 +1,4 @@
-"""Imports that follow this one are a quarter faster: garbage collections would find nothing to free."""
+"""Turns garbage collection off for the imports that follow: it takes a fifth of their time and frees nothing."""
 
 import gc
 

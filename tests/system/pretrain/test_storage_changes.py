@@ -200,7 +200,7 @@ def test_a_run_that_is_asked_to_stop_at_a_border_continues_there(tmp_path, dense
     [process] = forked.start(1, words, tmp_path / "logs", short_stretches)
     tiny_run.wait_for((tmp_path / "out" / "checkpoints" / finding.tag_of(BORDER)).is_dir, [process])
     os.kill(process.pid, signal.SIGTERM)
-    forked.end([process], 120)
+    assert None not in forked.end([process], 120), "it ends by itself"
     run_here(1, tmp_path, "out", "auto", 1)
     assert_same(tmp_path / "out", dense(1, 1))
 
